@@ -1,0 +1,82 @@
+"""A call's arguments and results as flat lists of tensors, and back.
+
+Tensors, also those inside sparse and ragged tensors, and the Keras masks that
+they carry are taken out; everything else (None, bool, str, numbers, arrays,
+callables, variables) stays the Python value that it is.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfckpt import _compat
+
+_COMPOSITES = (
+    tf.SparseTensor,
+    tf.RaggedTensor,
+    tf.IndexedSlices,
+    tf.experimental.ExtensionType,
+)
+
+
+def is_differentiable(tensor: tf.Tensor) -> bool:
+    """Whether gradients flow through tensors of this dtype."""
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether `value` holds a `keras.KerasTensor`: nothing is computed yet."""
+    return any(isinstance(x, keras.KerasTensor) for x in tf.nest.flatten(value))
+
+
+class Structure:
+    """A nested structure whose tensors have been taken out.
+
+    Containers are copied, so that neither a function that changes its
+    arguments nor a caller that changes them later is felt.
+
+    Attributes:
+        tensors: the tensors in order, then the Keras masks that they carry.
+    """
+
+    def __init__(self, value: Any):
+        self._leaves = []  # (number of tensors, what to pack them into)
+        tensors = []
+        for leaf in tf.nest.flatten(value):
+            if isinstance(leaf, tf.Tensor):
+                tensors.append(leaf)
+                self._leaves.append((1, None))
+            elif isinstance(leaf, _COMPOSITES):
+                parts = tf.nest.flatten(leaf, expand_composites=True)
+                tensors.extend(parts)
+                self._leaves.append((len(parts), leaf))
+            else:
+                self._leaves.append((0, leaf))
+        self._containers = tf.nest.map_structure(lambda leaf: 0, value)
+        masks = [_compat.get_mask(tensor) for tensor in tensors]
+        self._size = len(tensors)
+        self._masked = [
+            i for i, mask in enumerate(masks) if isinstance(mask, tf.Tensor)
+        ]
+        self.tensors = tensors + [masks[i] for i in self._masked]
+
+    def pack(self, tensors: list[tf.Tensor]) -> Any:
+        """The structure with other tensors (and masks) in the same places."""
+        for index, mask in zip(
+            self._masked, tensors[self._size :], strict=True
+        ):
+            _compat.set_mask(tensors[index], mask)
+        remaining = iter(tensors[: self._size])
+        flat = []
+        for count, leaf in self._leaves:
+            parts = [next(remaining) for _ in range(count)]
+            if not count:
+                flat.append(leaf)
+            elif leaf is None:
+                flat.append(parts[0])
+            else:
+                flat.append(
+                    tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
+                )
+        return tf.nest.pack_sequence_as(self._containers, flat)

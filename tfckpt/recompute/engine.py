@@ -1,0 +1,303 @@
+"""Gradient checkpointing of a function, exactly.
+
+The function runs once without being recorded; its gradient is a custom one
+that runs it again on the same inputs and the same state, and differentiates
+that (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost";
+rematerialization; Griewank and Walther 2000 call it checkpointing).
+
+`tf.recompute_grad` does this for functions without state. It can't carry the
+following, measured with TensorFlow 2.21, and wrapping it does not help, as
+they happen inside of it, so the custom gradient here is our own:
+
+- an input or weight that is not connected gets 0 instead of None, and rows
+  of an embedding become a dense gradient;
+- `x + 0.0` as its data dependency changes -0.0, copies every input and fails
+  for bool and complex tensors;
+- second order with respect to weights, and forward mode, fail.
+
+Not done: in eager mode a `tf.GradientTape` that the function itself opens
+does not record in the forward pass (in a `tf.function` it does).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfckpt import _compat
+from tfckpt.recompute import (
+    ambient,
+    arguments,
+    errors,
+    observe,
+    ordering,
+    state,
+    switch,
+)
+
+
+def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function keep its inputs only, and run again for its gradient.
+
+    A drop-in for `tf.recompute_grad`, with the numbers of `fn` itself:
+    outputs, gradients (also which are None), random draws and every Keras
+    variable, in eager mode, in a `tf.function` and under XLA. When nothing
+    records a gradient, `fn` just runs.
+
+    Args:
+        fn: a function, layer or model. Positional and keyword arguments and
+            results may be nested structures of tensors of any dtype, sparse
+            and ragged tensors, None and any Python value; only tensors are
+            treated as such. Tensors that `fn` reads from its surroundings
+            are differentiated too. Keras variables that it assigns are
+            assigned once, when it has run.
+
+    Returns:
+        A function with the signature of `fn`. Unlike `tfckpt.Recompute`, it
+        is no layer: an attribute of a layer or model that holds it does not
+        track the variables of `fn`.
+
+    Raises:
+        TypeError: `fn` is not callable.
+        RecomputeError: when called, if `fn` does what can't be repeated:
+            stateful random ops (`tf.random.uniform`), assignments to a
+            `tf.Variable`, results that differ in shape the second time.
+
+    Example:
+
+    >>> import keras, tensorflow as tf
+    >>> layer = keras.layers.Dense(2, kernel_initializer="ones")
+    >>> dropout = keras.layers.Dropout(0.5, seed=1)
+    >>> block = tfckpt.recompute(lambda x: dropout(layer(x), training=True))
+    >>> with tf.GradientTape() as tape:
+    ...     loss = tf.reduce_sum(block(tf.ones([1, 3])))
+    >>> tape.gradient(loss, layer.trainable_variables)[0].shape
+    TensorShape([3, 2])
+    """
+    if not callable(fn):
+        raise TypeError(
+            "tfckpt.recompute takes a function, layer or model. Received: "
+            f"{fn!r} of type {type(fn).__name__}."
+        )
+
+    @functools.wraps(fn, updated=())
+    def recomputed(*args, **kwargs):
+        if not switch.wanted() or arguments.is_symbolic((args, kwargs)):
+            return fn(*args, **kwargs)
+        return _Recomputation(fn, args, kwargs).forward()
+
+    return recomputed
+
+
+class _Recomputation:
+    """One call: what its gradient needs to know.
+
+    The gradient is taken with respect to the sources: tensors among the
+    arguments, each read of a Keras variable, tensors read from outside, and
+    trainable `tf.Variable`s read from outside.
+    """
+
+    def __init__(self, fn, args, kwargs):
+        self._fn = fn
+        self._label = _label(fn)
+        self._inputs = arguments.Structure((args, kwargs))
+        self._ambient = ambient.Ambient()
+
+    def forward(self):
+        """Runs the function and attaches the gradient to its results."""
+        inputs = self._inputs.tensors
+        if _compat.has_tangent(inputs):
+            return self._plainly()
+        observer = observe.Observer(self._label)
+        with (
+            switch.no_recompute(),
+            observer.observing(),
+            _compat.watch_variables() as watcher,
+            state.ForwardScope(self._label, observer) as scope,
+        ):
+            result = self._call(inputs)
+        sources = self._sources(observer, watcher, scope)
+        if _compat.has_tangent(sources):
+            return self._plainly()
+        outputs = arguments.Structure(result)
+        losses = [loss for _, loss in scope.layer_losses]
+        tensors = self._attach(outputs.tensors + losses, sources)
+        for variable, value in scope.updates.values():
+            variable.assign(value)
+        count = len(outputs.tensors)
+        for (layer, _), loss in zip(
+            scope.layer_losses, tensors[count:], strict=True
+        ):
+            layer.add_loss(loss)
+        return outputs.pack(tensors[:count])
+
+    def _call(self, tensors):
+        args, kwargs = self._inputs.pack(tensors)
+        return self._fn(*args, **kwargs)
+
+    def _plainly(self):
+        """Without recomputation, which forward mode can't see through."""
+        with switch.no_recompute():
+            return self._call(self._inputs.tensors)
+
+    def _sources(self, observer, watcher, scope):
+        inputs = self._inputs.tensors
+        self._reads = scope.reads
+        # Read again, where tapes see it; nothing has been assigned yet.
+        reads = [
+            state.read(variable, scope.original_scope)[0]
+            for variable in scope.reads
+        ]
+        self._captured = observer.captured(inputs)
+        self._variables = [
+            variable
+            for variable in watcher.watched_variables()
+            if variable.ref() not in scope.raw
+        ]
+        self._raw_values = observer.raw_values(self._variables)
+        sources = [*inputs, *reads, *self._captured]
+        sources += [tf.convert_to_tensor(v) for v in self._variables]
+        self._watched = [_may_be_asked_for(tensor) for tensor in sources]
+        return sources
+
+    def _attach(self, tensors, sources):
+        """Gives the results a gradient that runs the function again."""
+        self._specs = [(x.dtype, x.shape) for x in tensors]
+        places = [
+            i for i, x in enumerate(tensors) if arguments.is_differentiable(x)
+        ]
+        if not places or not any(self._watched):
+            return tensors
+        # Results that the loss does not depend on get a gradient of zeros,
+        # which must not turn the None of what leads to them alone into 0.
+        live = set()
+
+        @tf.custom_gradient
+        def attached(*sources):
+            def gradient(*upstream):
+                asked = sorted(live) if len(places) > 1 else [0]
+                live.clear()
+                return self._backward(
+                    sources,
+                    [places[i] for i in asked],
+                    [tf.convert_to_tensor(upstream[i]) for i in asked],
+                )
+
+            # The function's own gradient ends here, in a graph too.
+            return [tf.stop_gradient(tensors[i]) for i in places], gradient
+
+        results = list(tensors)
+        for i, (place, tensor) in enumerate(
+            zip(places, attached(*sources), strict=True)
+        ):
+            if len(places) > 1:
+                tensor = _noticed(tensor, i, live)
+            results[place] = tensor
+        return results
+
+    def _backward(self, sources, places, upstream):
+        """The gradients of `sources`: None where there is no connection."""
+        gradients = [None] * len(sources)
+        if not places:
+            return gradients
+        n_inputs, n_reads = len(self._inputs.tensors), len(self._reads)
+        reads = slice(n_inputs, n_inputs + n_reads)
+        with (
+            self._ambient.restored(),
+            switch.recomputing(),
+            tf.GradientTape(watch_accessed_variables=False) as tape,
+        ):
+            fresh, upstream = ordering.ordered(
+                sources[: reads.stop], self._tied(), upstream
+            )
+            leaves = [
+                *fresh,
+                *map(_compat.local_capture, self._captured),
+                *self._variables,
+            ]
+            for leaf, watched in zip(leaves, self._watched, strict=True):
+                if watched:
+                    tape.watch(leaf)
+            scope = state.ReplayScope(
+                self._label, self._reads, leaves[reads], self._watched[reads], tape
+            )
+            self._raw_values.check()
+            with scope:
+                result = self._call(leaves[:n_inputs])
+        leaves[reads] = scope.leaves
+        results = arguments.Structure(result).tensors + scope.losses
+        self._check(results)
+        asked = [
+            i
+            for i, leaf in enumerate(leaves)
+            if self._watched[i] and leaf is not None
+        ]
+        with scope.closed():
+            found = tape.gradient(
+                [results[place] for place in places],
+                [leaves[i] for i in asked],
+                output_gradients=upstream,
+            )
+        for i, gradient in zip(asked, found, strict=True):
+            gradients[i] = gradient
+        return gradients
+
+    def _tied(self):
+        """Inputs, and the state of random generators; see `ordering`."""
+        inputs = [True] * len(self._inputs.tensors)
+        return inputs + [not v.trainable for v in self._reads]
+
+    def _check(self, results):
+        """The recomputed results must have the dtypes and shapes they had."""
+        found = [(x.dtype, x.shape) for x in results]
+        if len(found) != len(self._specs) or any(
+            dtype != dtype_before or not shape.is_compatible_with(shape_before)
+            for (dtype, shape), (dtype_before, shape_before) in zip(
+                found, self._specs, strict=False
+            )
+        ):
+            raise errors.RecomputeError(
+                f"The recomputation of {self._label} returned other tensors "
+                f"than its forward pass. Forward: {_specs(self._specs)}. "
+                f"Recomputed: {_specs(found)}. It must do the same both "
+                "times: no shapes that depend on data which has changed, no "
+                "counters or random choices in Python."
+            )
+
+
+def _may_be_asked_for(tensor: tf.Tensor) -> bool:
+    """Whether somebody may ask for a gradient with respect to `tensor`.
+
+    In a graph that is not known before it is differentiated; there, what
+    nobody asked for is pruned.
+    """
+    if not arguments.is_differentiable(tensor):
+        return False
+    return not tf.executing_eagerly() or _compat.is_watched(tensor)
+
+
+def _noticed(tensor: tf.Tensor, position: int, live: set[int]) -> tf.Tensor:
+    """An identity that puts `position` into `live` when a gradient comes."""
+
+    @tf.custom_gradient
+    def notice(tensor):
+        def gradient(upstream):
+            live.add(position)
+            return upstream
+
+        return tf.identity(tensor), gradient
+
+    return notice(tensor)
+
+
+def _label(fn: Any) -> str:
+    owner = getattr(fn, "__self__", fn)
+    if isinstance(owner, keras.Operation):
+        return f"{type(owner).__name__} '{owner.name}'"
+    return f"function '{getattr(fn, '__qualname__', type(fn).__name__)}'"
+
+
+def _specs(specs: list[tuple[tf.DType, tf.TensorShape]]) -> str:
+    return ", ".join(f"{dtype.name}{list(shape)}" for dtype, shape in specs)

@@ -1,0 +1,17 @@
+"""What can't be recomputed exactly, as one class of error."""
+
+
+class RecomputeError(RuntimeError):
+    """A function can't be recomputed with the numbers of its forward pass.
+
+    The message names the function, the layer (its path) or variable, what it
+    did, and the way out. It is raised before any Keras variable is changed.
+
+    Example:
+
+    >>> try:
+    ...     raise RecomputeError("tf.random.uniform in 'noise'")
+    ... except RuntimeError as error:
+    ...     print(error)
+    tf.random.uniform in 'noise'
+    """

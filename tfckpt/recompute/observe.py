@@ -1,0 +1,244 @@
+"""What a function reads from outside, and what it may not do.
+
+Beside its arguments a function can read tensors of its surroundings (a
+closure), raw `tf.Variable`s, and random numbers that come from no Keras state.
+The first are differentiated, the second are held to the value that was read,
+the last are refused: a second run would draw others.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfckpt import _compat
+from tfckpt.recompute import arguments, errors
+
+# Ops inside this name scope belong to tfckpt, not to the function.
+READ_SCOPE = "tfckpt_read"
+
+_RANDOM = frozenset(
+    [
+        "AllCandidateSampler",
+        "FixedUnigramCandidateSampler",
+        "FractionalAvgPool",
+        "FractionalMaxPool",
+        "LearnedUnigramCandidateSampler",
+        "LogUniformCandidateSampler",
+        "Multinomial",
+        "NonDeterministicInts",
+        "ParameterizedTruncatedNormal",
+        "RandomCrop",
+        "RandomGamma",
+        "RandomPoisson",
+        "RandomPoissonV2",
+        "RandomShuffle",
+        "RandomStandardNormal",
+        "RandomUniform",
+        "RandomUniformInt",
+        "RngReadAndSkip",
+        "RngSkip",
+        "SampleDistortedBoundingBox",
+        "SampleDistortedBoundingBoxV2",
+        "StatefulRandomBinomial",
+        "StatefulStandardNormal",
+        "StatefulStandardNormalV2",
+        "StatefulTruncatedNormal",
+        "StatefulUniform",
+        "StatefulUniformFullInt",
+        "StatefulUniformInt",
+        "ThreadUnsafeUnigramCandidateSampler",
+        "TruncatedNormal",
+        "UniformCandidateSampler",
+    ]
+)
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _assigns(op_type: str) -> bool:
+    return op_type.startswith(
+        ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply")
+    ) or op_type in ("ResourceStridedSliceAssign", "ResourceCountUpTo")
+
+
+class Observer:
+    """Takes note of the ops of one forward pass.
+
+    Attributes:
+        paused: set while tfckpt itself runs ops in between.
+    """
+
+    def __init__(self, label: str):
+        self._label = label
+        self._produced = set()
+        self._external = {}
+        self._handles = {}
+        self.paused = False
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Takes note of the ops that run, or are put into the graph, here.
+
+        In eager mode nothing is recorded meanwhile: a tape would keep the
+        activations. In a graph recording costs no memory, and the function
+        may open a tape of its own.
+        """
+        if tf.executing_eagerly():
+            with (
+                _compat.stopped_recording(),
+                _compat.observed_ops(self._eager),
+            ):
+                yield
+            return
+        graph = tf.compat.v1.get_default_graph()
+        start = len(graph.get_operations())
+        yield
+        self._graph(graph.get_operations()[start:])
+
+    def captured(self, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The differentiable tensors read that are none of `inputs`."""
+        known = {_key(tensor) for tensor in inputs}
+        return [x for key, x in self._external.items() if key not in known]
+
+    def raw_values(self, variables: list[tf.Variable]) -> "RawValues":
+        """The values of the `tf.Variable`s that were read."""
+        handles = dict(self._handles)
+        names = {}
+        for variable in variables:
+            handles.setdefault(_key(variable.handle), variable.handle)
+            names[_key(variable.handle)] = variable.name
+        return RawValues(self._label, handles, names)
+
+    def _eager(self, op_type, inputs, attrs, outputs, op_name=None, graph=None):
+        """The callback for `_compat.observed_ops`."""
+        del op_name
+        if graph is None and not self.paused:
+            op_type = _text(op_type)
+            names = [_text(x) for x in attrs if isinstance(x, (str, bytes))]
+            self._note(op_type, inputs, outputs, [op_type, *names])
+
+    def _graph(self, operations: Iterable[tf.Operation]) -> None:
+        """Reads the ops that the forward pass put into a graph."""
+        for op in operations:
+            if READ_SCOPE in op.name:
+                self._produced.update(map(_key, op.outputs))
+                continue
+            functions = []
+            for attr in op.node_def.attr.values():
+                functions.append(attr.func.name)
+                functions.extend(f.name for f in attr.list.func)
+            self._note(op.type, op.inputs, op.outputs, functions)
+
+    def _note(self, op_type, inputs, outputs, functions):
+        self._refuse(op_type)
+        for function in functions:
+            for inner in _ops_of_function(function):
+                self._refuse(inner)
+        for tensor in inputs:
+            if not isinstance(tensor, tf.Tensor):
+                continue
+            key = _key(tensor)
+            if tensor.dtype == tf.resource:
+                self._handles.setdefault(key, tensor)
+            elif key not in self._produced and arguments.is_differentiable(
+                tensor
+            ):
+                self._external.setdefault(key, tensor)
+        self._produced.update(
+            _key(tensor) for tensor in outputs if isinstance(tensor, tf.Tensor)
+        )
+
+    def _refuse(self, op_type: str) -> None:
+        layer = _compat.current_path() or tf.get_current_name_scope()
+        where = f" (layer '{layer}')" if layer else ""
+        if op_type in _RANDOM:
+            raise errors.RecomputeError(
+                f"{self._label}{where} draws random numbers with the op "
+                f"{op_type}, whose state can't be set back: the recomputation "
+                "would draw others and the gradient would belong to them. Use "
+                "keras.random with a keras.random.SeedGenerator (or "
+                "tf.random.stateless_*), draw outside and pass the result as "
+                "an argument, or leave this part out of recomputation."
+            )
+        if _assigns(op_type):
+            raise errors.RecomputeError(
+                f"{self._label}{where} assigns a tf.Variable (op {op_type}), "
+                "and the recomputation would assign it a second time. Use a "
+                "keras.Variable (self.add_weight(trainable=False)), which is "
+                "assigned once, or leave this part out of recomputation."
+            )
+
+
+class RawValues:
+    """The values of raw variables in the forward pass.
+
+    A recomputation reads a `tf.Variable` again; this holds it to the value
+    that the forward pass read. (XLA drops assertions: a compiled function
+    must not assign such a variable between the forward pass and the
+    gradient.)
+    """
+
+    def __init__(self, label: str, handles: dict, names: dict):
+        self._label = label
+        self._values = []
+        for key, handle in handles.items():
+            dtype = _compat.variable_dtype(handle)
+            if dtype is not None:
+                name = names.get(key, "without a known name")
+                self._values.append((name, handle, dtype, _read(handle, dtype)))
+
+    def check(self) -> None:
+        """Raises, or asserts in a graph, if a variable has changed."""
+        for name, handle, dtype, before in self._values:
+            now = _read(handle, dtype)
+            same = tf.reduce_all(
+                (now == before) | ((now != now) & (before != before))
+            )
+            message = (
+                f"A tf.Variable ({name}; {dtype.name}{list(before.shape)}) "
+                f"that {self._label} reads was assigned between the forward "
+                "pass and its gradient, so that the recomputation would use "
+                "the new value. Assign it later, pass its value as an "
+                "argument, or make it a keras.Variable, whose value is kept."
+            )
+            if not tf.executing_eagerly():
+                tf.debugging.Assert(same, [message])
+            elif not same:
+                raise errors.RecomputeError(message)
+
+
+def _read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+
+
+def _key(tensor: Any) -> Any:
+    if hasattr(tensor, "graph") and not tf.executing_eagerly():
+        return tensor.name
+    return _compat.tensor_id(tensor)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ops_of_function(name: str) -> frozenset[str]:
+    """The types of random and assigning ops in a traced function."""
+    found, seen, todo = set(), set(), [name]
+    while todo:
+        name = todo.pop()
+        if not name or name in seen:
+            continue
+        seen.add(name)
+        definition = _compat.function_definition(name)
+        if definition is None:
+            continue
+        for node in definition.node_def:
+            if node.op in _RANDOM or _assigns(node.op):
+                found.add(node.op)
+            todo.append(node.op)
+            for attr in node.attr.values():
+                todo.append(attr.func.name)
+                todo.extend(f.name for f in attr.list.func)
+    return frozenset(found)

@@ -1,0 +1,222 @@
+"""Keras state in the forward pass and in its replay.
+
+Both passes run in a `keras.StatelessScope`, through which Keras variables are
+read and assigned. The forward pass takes note of every value that it reads
+and holds back what it assigns, so that each variable is assigned once, when
+the function has succeeded. The replay reads the values that the forward pass
+read, in the same order: weights, moving statistics and the states of random
+generators, and forgets what it assigns.
+
+Each read is a leaf of its own, as each read of a variable is for a tape: the
+contributions to a variable's gradient are then added in the order in which
+the plain model adds them.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfckpt import _compat
+from tfckpt.recompute import arguments, errors, observe
+
+
+class ForwardScope(keras.StatelessScope):
+    """Takes note of reads, holds back assignments and losses.
+
+    Attributes:
+        reads: variables in the order in which they were read.
+        updates: the variables assigned, with their last values.
+        layer_losses: pairs of layer and loss tensor from `add_loss`.
+        raw: references to the `tf.Variable`s behind Keras variables.
+    """
+
+    def __init__(self, label: str, observer: observe.Observer):
+        super().__init__(collect_losses=True)
+        self._label = label
+        self._observer = observer
+        self._graph = _current_graph()
+        self._current = {}
+        self.reads = []
+        self.updates = {}
+        self.layer_losses = []
+        self.raw = set()
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        key = id(variable)
+        if not _traced_anew(self._graph):
+            # A tf.function keeps its trace: it must read the variable
+            # itself, not the value of today.
+            self._refuse_stale(variable)
+            outer = self.original_scope
+            return None if outer is None else outer.get_current_value(variable)
+        if key not in self._current:
+            with self._outside():
+                value, raw = read(variable, self.original_scope)
+            self._current[key] = value
+            self.raw |= raw
+        self.reads.append(variable)
+        return self._current[key]
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        variable, value = update
+        if _current_graph() is not self._graph:
+            raise errors.RecomputeError(
+                f"{self._label} assigns the variable '{variable.path}' inside "
+                "a loop, a branch or a tf.function of its own (random layers "
+                "and batch normalization do that), from where it can't be "
+                "assigned once and replayed. Put the recomputation inside the "
+                "loop or tf.function instead, or remove the @tf.function."
+            )
+        self._current[id(variable)] = value
+        self.updates[id(variable)] = (variable, value)
+
+    def add_loss(self, loss: tf.Tensor) -> None:
+        super().add_loss(loss)
+        # The scope is not told which layer calls; `Layer.add_loss` is.
+        layer = inspect.currentframe().f_back.f_locals.get("self")
+        self.layer_losses.append((layer, loss))
+
+    def _refuse_stale(self, variable: keras.Variable) -> None:
+        if id(variable) in self.updates:
+            raise errors.RecomputeError(
+                f"{self._label} assigns '{variable.path}' and reads it again "
+                "inside a tf.function, which would read the old value. Remove "
+                "the @tf.function or leave this part out of recomputation."
+            )
+
+    @contextlib.contextmanager
+    def _outside(self) -> Iterator[None]:
+        """Where the function was called, whatever loop it is in now."""
+        self._observer.paused, paused = True, self._observer.paused
+        try:
+            if self._graph is None:
+                with tf.init_scope():
+                    yield
+            else:
+                with self._graph.as_default(), tf.name_scope(
+                    observe.READ_SCOPE
+                ):
+                    yield
+        finally:
+            self._observer.paused = paused
+
+
+class ReplayScope(keras.StatelessScope):
+    """Hands out what the forward pass read, and leaves state alone.
+
+    Attributes:
+        leaves: for each read of the forward pass the tensor to differentiate
+            with respect to; None where the replay did not read it.
+        losses: from `add_loss`, in order.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        reads: list[keras.Variable],
+        values: list[tf.Tensor],
+        watched: list[bool],
+        tape: tf.GradientTape,
+    ):
+        super().__init__(collect_losses=True)
+        self._label = label
+        self._graph = _current_graph()
+        self._tape = tape
+        self._watched = watched
+        self._values = values
+        self._assigned = {}
+        self._positions = {}
+        for position, variable in enumerate(reads):
+            self._positions.setdefault(id(variable), []).append(position)
+        self._last = {}
+        self.leaves = [None] * len(reads)
+        self._closed = False
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """While the gradient is computed: nothing may be read any more."""
+        self._closed = True
+        with self:
+            yield
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        key = id(variable)
+        if self._closed:
+            raise errors.RecomputeError(
+                f"{self._label} reads the variable '{variable.path}' while "
+                "its gradient is computed: something inside recomputes on its "
+                "own (tf.recompute_grad, keras.remat or keras.RematScope) and "
+                "would not see the state of the forward pass. Remove it, or "
+                "use tfckpt.recompute there too."
+            )
+        if not _traced_anew(self._graph):
+            return None
+        waiting = self._positions.get(key)
+        if waiting:
+            self._last[key] = self._leaf(key, waiting.pop(0))
+        elif key not in self._last:
+            raise errors.RecomputeError(
+                f"The recomputation of {self._label} reads the variable "
+                f"'{variable.path}', which the forward pass did not read. "
+                "Variables must not be created in the recomputed function, "
+                "and it must do the same both times (see "
+                "tfckpt.is_recomputing)."
+            )
+        return self._last[key]
+
+    def _leaf(self, key: int, position: int) -> tf.Tensor:
+        leaf = self._values[position]
+        if key in self._assigned:
+            leaf = tf.identity(self._assigned[key])
+            if self._watched[position]:
+                self._tape.watch(leaf)
+        self.leaves[position] = leaf
+        return leaf
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        # What is assigned is cut off, as for a variable without scope.
+        variable, value = update
+        self._assigned[id(variable)] = tf.stop_gradient(value)
+
+
+def read(
+    variable: keras.Variable, outer: keras.StatelessScope | None
+) -> tuple[tf.Tensor, set[Any]]:
+    """The value of a Keras variable outside of the scope that is entered.
+
+    Args:
+        variable: the variable, initialized here if it was just created.
+        outer: the `StatelessScope` around the recomputed function, if any.
+
+    Returns:
+        The value, in the dtype of the variable, and references to the
+        `tf.Variable`s that were read for it.
+    """
+    value = None if outer is None else outer.get_current_value(variable)
+    if value is not None:
+        return tf.convert_to_tensor(value), set()
+    if _compat.stored_value(variable) is None:
+        _compat.initialize_variables()
+    with _compat.watch_variables() as watcher:
+        value = tf.convert_to_tensor(_compat.stored_value(variable))
+    return value, {v.ref() for v in watcher.watched_variables()}
+
+
+def _current_graph() -> Any:
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()
+
+
+def _traced_anew(home: Any) -> bool:
+    """Whether all graphs from here out to `home` are built at every call."""
+    graph = _current_graph()
+    while graph is not home:
+        if not _compat.is_control_flow_graph(graph):
+            return False
+        graph = graph.outer_graph
+    return True
