@@ -254,6 +254,11 @@ def in_symbolic_scope() -> bool:
     return symbolic_scope.in_symbolic_scope()
 
 
+def remat_mode(layer: Any) -> Any:
+    """Keras' own rematerialization of a layer; it is in no config."""
+    return getattr(layer, "_remat_mode", None)
+
+
 def get_mask(tensor: Any) -> Any:
     """The Keras mask that a tensor carries, or None."""
     return masking.get_keras_mask(tensor)

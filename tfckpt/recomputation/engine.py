@@ -27,7 +27,7 @@ import keras
 import tensorflow as tf
 
 from tfckpt import _compat
-from tfckpt.recompute import (
+from tfckpt.recomputation import (
     ambient,
     arguments,
     errors,

@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from tfckpt import _compat
-from tfckpt.recompute import arguments, errors, observe
+from tfckpt.recomputation import arguments, errors, observe
 
 
 class ForwardScope(keras.StatelessScope):

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfckpt import _compat
-from tfckpt.recompute import arguments, errors
+from tfckpt.recomputation import arguments, errors
 
 # Ops inside this name scope belong to tfckpt, not to the function.
 READ_SCOPE = "tfckpt_read"

@@ -1,0 +1,474 @@
+"""A Keras model read into the calls that it makes, in their order.
+
+Nested Functional and Sequential models are flattened for running: their
+calls stand in the place of the nested call. Everything that the nested call
+does besides is kept with them: `training` as it is resolved on entry, the
+conversion of the inputs, name and autocast scopes. A nested model that does
+more than that (an overridden `call`, an activity regularizer, a mask passed
+explicitly, masks computed by itself, quantization, `RematScope`) stays one
+call.
+
+The order is Keras' own: by decreasing depth. Random layers that share a seed
+generator draw in this order, so a plan never changes it.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from tfckpt import _compat_graph as compat
+
+# Stands for an optional input that got None when the model was put together.
+NONE = -1
+
+_ITEM_BYTES = {
+    "bool": 1,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "complex64": 8,
+    "complex128": 16,
+} | {
+    f"{kind}{bits}": bits // 8
+    for kind in ("float", "int", "uint")
+    for bits in (8, 16, 32, 64)
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Nested:
+    """A nested model whose calls are made one by one.
+
+    Attributes:
+        path: Path of the call of the nested model.
+        model: The model.
+        functional: What runs it.
+        parent: The nested model around it, None for the model itself.
+        training: What the call passed as `training` when it was recorded.
+        training_given: Whether it passed anything.
+    """
+
+    path: str
+    model: Any
+    functional: Any
+    parent: "Nested | None"
+    training: Any
+    training_given: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+    """What happens between a nested model's call and its first layer.
+
+    Attributes:
+        nested: The nested model.
+        node: The recorded call of the nested model.
+        feeds: For each tensor that is converted: id in the node, key.
+        outputs: For each input of the nested model its key where it is
+            converted, None where the tensor goes in as it is.
+    """
+
+    nested: Nested
+    node: Any
+    feeds: tuple[tuple[int, int], ...]
+    outputs: tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a layer or an operation.
+
+    Tensors are named by keys, numbers in the order in which they are made.
+
+    Attributes:
+        path: Name of the operation after those of the nested models around
+            it; a second call of a shared layer is "name#2".
+        operation: The layer or operation.
+        node: Keras' record of the call.
+        feeds: For each tensor read: id in the node, key.
+        outputs: Keys of the outputs.
+        entries: Nested models that are entered before the call.
+        leaves: Nested models that are left after it.
+        owners: Nested models around it, the outermost first.
+        expected: For tensors that go into a nested model as they are: key,
+            what the model expects, its path.
+    """
+
+    path: str
+    operation: Any
+    node: Any
+    feeds: tuple[tuple[int, int], ...]
+    outputs: tuple[int, ...]
+    entries: tuple[Entry, ...] = ()
+    leaves: tuple[Nested, ...] = ()
+    owners: tuple[Nested, ...] = ()
+    expected: tuple[tuple[int, Any, str], ...] = ()
+
+    @property
+    def steps(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Keys read and made, for each entry and then for the call itself."""
+        steps = [
+            (entry.feeds, tuple(k for k in entry.outputs if k is not None))
+            for entry in self.entries
+        ]
+        steps.append((self.feeds, self.outputs))
+        return tuple(
+            (tuple(dict.fromkeys(k for _, k in feeds if k != NONE)), made)
+            for feeds, made in steps
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """The calls of a model in the order in which Keras makes them.
+
+    Attributes:
+        calls: The calls.
+        inputs: Keys of the model's inputs, flat.
+        outputs: Keys of the model's outputs, flat.
+        names: Name of each tensor, by key.
+        specs: Shape and dtype of each tensor as recorded, by key.
+    """
+
+    calls: tuple[Call, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    names: tuple[str, ...]
+    specs: tuple[Any, ...]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the calls."""
+        return tuple(call.path for call in self.calls)
+
+    @functools.cached_property
+    def nested(self) -> tuple[Nested, ...]:
+        """The flattened models."""
+        return tuple({n for call in self.calls for n in call.owners})
+
+    def is_current(self) -> bool:
+        """Whether the flattened models still run the way they were read."""
+        return all(
+            compat.functional_of(n.model) is n.functional
+            and _runs_its_graph_only(n.model)
+            for n in self.nested
+        )
+
+    def live(self) -> tuple[tuple[int, ...], ...]:
+        """Returns for each call the tensors that must outlive it.
+
+        These are outputs of this call and earlier ones that a later call
+        reads or the model returns. The model's inputs live anyway.
+        """
+        last = dict.fromkeys(range(len(self.specs)), -1)
+        made = {}
+        for position, call in enumerate(self.calls):
+            for read, outputs in call.steps:
+                last.update((key, position) for key in read)
+                made.update((key, position) for key in outputs)
+        last.update((key, len(self.calls)) for key in self.outputs)
+        return tuple(
+            tuple(k for k, at in made.items() if at <= position < last[k])
+            for position in range(len(self.calls))
+        )
+
+    def infer(
+        self, shapes: Sequence[Sequence[int | None] | None] | None = None
+    ) -> tuple[Any, ...]:
+        """Returns shape and dtype of every tensor, by key.
+
+        A nested model may be recorded with unknown sizes although its caller
+        knows them; then the layers are asked again, symbolically.
+
+        Args:
+            shapes: Shapes of the model's inputs, flat. Where the model's
+                first dimension is unknown, theirs doesn't matter.
+        """
+        specs: list[Any] = list(self.specs)
+        for key, shape in zip(self.inputs, shapes or (), strict=False):
+            recorded = specs[key]
+            if shape is not None and len(shape) == len(recorded.shape):
+                shape = tuple(
+                    r if r is not None or axis == 0 else s
+                    for axis, (r, s) in enumerate(
+                        zip(recorded.shape, shape, strict=True)
+                    )
+                )
+                specs[key] = keras.KerasTensor(shape, dtype=recorded.dtype)
+        for call in self.calls:
+            for entry in call.entries:
+                self._infer_entry(entry, specs)
+            values = {i: value_of(specs, key) for i, key in call.feeds}
+            if all(
+                values[id(x)] is not None and values[id(x)].shape == x.shape
+                for x in call.node.input_tensors
+            ):
+                continue
+            try:
+                args, kwargs = compat.fill_in(call.node, values)
+                made = call.operation.compute_output_spec(*args, **kwargs)
+            except Exception:  # Whatever a user's layer raises: not known.
+                continue
+            for key, spec in zip(
+                call.outputs, keras.tree.flatten(made), strict=False
+            ):
+                specs[key] = spec
+        return tuple(specs)
+
+    def _infer_entry(self, entry: Entry, specs: list[Any]) -> None:
+        # Ranks are adjusted, but sizes only pass where the ranks are equal.
+        given = [value_of(specs, key) for _, key in entry.feeds]
+        if len(given) != len(entry.outputs):
+            return
+        for x, key in zip(given, entry.outputs, strict=True):
+            if key is None or x is None:
+                continue
+            if len(x.shape) == len(specs[key].shape):
+                specs[key] = keras.KerasTensor(x.shape, dtype=specs[key].dtype)
+
+
+def tensor_bytes(
+    spec: Any, batch_size: int | None = None, unknown: int | None = None
+) -> int | None:
+    """Returns the bytes of a tensor, None if a size is not known.
+
+    Args:
+        spec: Anything with `shape` and `dtype`.
+        batch_size: Stands for an unknown first dimension.
+        unknown: Stands for other unknown dimensions.
+
+    >>> tensor_bytes(keras.KerasTensor((None, 3)), batch_size=2)
+    24
+    """
+    if getattr(spec, "sparse", False) or getattr(spec, "ragged", False):
+        return None
+    sizes = [
+        size if size is not None else (unknown if axis else batch_size)
+        for axis, size in enumerate(spec.shape)
+    ]
+    item = _ITEM_BYTES.get(keras.backend.standardize_dtype(spec.dtype))
+    if item is None or None in sizes:
+        return None
+    return math.prod(sizes) * item
+
+
+def is_float(spec: Any) -> bool:
+    """Whether a tensor may have a gradient."""
+    dtype = keras.backend.standardize_dtype(spec.dtype)
+    return "float" in dtype or "complex" in dtype
+
+
+def value_of(values: Mapping[int, Any] | Sequence[Any], key: int) -> Any:
+    """Returns the value of a key, which `NONE` has as well."""
+    return None if key == NONE else values[key]
+
+
+def read(model: Any) -> Graph:
+    """Reads a Functional or built Sequential model.
+
+    Raises:
+        ValueError: The model has no graph.
+    """
+    functional = compat.functional_of(model)
+    if functional is None:
+        raise ValueError(
+            f"'{model.name}' of type {type(model).__name__} has no graph of "
+            "calls. Expected a Functional model or a built Sequential."
+        )
+    reader = _Reader()
+    known = {
+        id(x): reader.new_key(x, x.name) for x in functional.inputs
+    }  # An input that stands there twice has the later value, as in Keras.
+    inputs = tuple(range(len(functional.inputs)))
+    reader.walk(functional, known, (), {})
+    return Graph(
+        calls=tuple(reader.calls),
+        inputs=inputs,
+        outputs=tuple(known[id(x)] for x in functional.outputs),
+        names=tuple(reader.names),
+        specs=tuple(reader.specs),
+    )
+
+
+class _Reader:
+    """Walks through the nodes of a model and of those nested in it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.names: list[str] = []
+        self.specs: list[Any] = []
+        self._paths: set[str] = set()
+        self._entries: list[Entry] = []
+
+    def new_key(self, tensor: Any, name: str) -> int:
+        self.names.append(name)
+        self.specs.append(tensor)
+        return len(self.specs) - 1
+
+    def walk(
+        self,
+        functional: Any,
+        known: dict[int, int],
+        owners: tuple[Nested, ...],
+        expected: Mapping[int, tuple[Any, str]],
+    ) -> None:
+        """Adds the calls of a model.
+
+        Args:
+            functional: The model.
+            known: Keys of its tensors by id; its inputs at first.
+            owners: The nested models around its calls.
+            expected: By id, the inputs that go in as they are.
+        """
+        for node in compat.nodes_in_order(functional):
+            if any(id(x) not in known for x in node.input_tensors):
+                continue  # Keras skips these too.
+            path = self._new_path(owners, node.operation.name)
+            inner = _flattened(node, known)
+            if inner is not None:
+                self._enter(node, path, inner, known, owners)
+                continue
+            names = [path]
+            if len(node.outputs) > 1:
+                names = [f"{path}:{i}" for i in range(len(node.outputs))]
+            keys = tuple(map(self.new_key, node.outputs, names))
+            known.update(zip(map(id, node.outputs), keys, strict=True))
+            self.calls.append(
+                Call(
+                    path=path,
+                    operation=node.operation,
+                    node=node,
+                    feeds=_feeds(node, known),
+                    outputs=keys,
+                    entries=tuple(self._entries),
+                    owners=owners,
+                    expected=tuple(
+                        (known[id(x)], *expected[id(x)])
+                        for x in node.input_tensors
+                        if id(x) in expected
+                    ),
+                )
+            )
+            self._entries = []
+
+    def _enter(self, node, path, functional, known, owners):
+        args, kwargs = compat.arguments_of(node)
+        nested = Nested(
+            path=path,
+            model=node.operation,
+            functional=functional,
+            parent=owners[-1] if owners else None,
+            training=kwargs.get("training"),
+            training_given="training" in kwargs,
+        )
+        given = args[0] if args else kwargs["inputs"]
+        flat = keras.tree.flatten(given)
+        in_order = _same_structure(given, functional.input)
+        inner, outputs, expected = {}, [], {}
+        for index, spec in enumerate(functional.inputs):
+            x = flat[index] if in_order else None
+            if in_order and x is None:
+                inner[id(spec)] = NONE
+                outputs.append(None)
+            elif in_order and _goes_in_as_it_is(x, spec):
+                inner[id(spec)] = known[id(x)]
+                expected[id(spec)] = (spec, path)
+                outputs.append(None)
+            else:
+                key = self.new_key(spec, f"{path}:input_{index}")
+                inner[id(spec)] = key
+                outputs.append(key)
+        converts = any(key is not None for key in outputs)
+        self._entries.append(
+            Entry(
+                nested=nested,
+                node=node,
+                feeds=_feeds(node, known) if converts else (),
+                outputs=tuple(outputs),
+            )
+        )
+        self.walk(functional, inner, (*owners, nested), expected)
+        self.calls[-1] = dataclasses.replace(
+            self.calls[-1], leaves=(*self.calls[-1].leaves, nested)
+        )
+        for x, y in zip(node.outputs, functional.outputs, strict=True):
+            known[id(x)] = inner[id(y)]
+
+    def _new_path(self, owners, name):
+        prefix = f"{owners[-1].path}/" if owners else ""
+        path, number = prefix + name, 1
+        while path in self._paths:
+            number += 1
+            path = f"{prefix}{name}#{number}"
+        self._paths.add(path)
+        return path
+
+
+def _feeds(node, known):
+    return tuple((id(x), known[id(x)]) for x in node.input_tensors)
+
+
+def _flattened(node, known):
+    """Returns the Functional to run in place of a node's call, or None."""
+    model = node.operation
+    functional = compat.functional_of(model)
+    if functional is None or not _runs_its_graph_only(model):
+        return None
+    args, kwargs = compat.arguments_of(node)
+    if len(args) > 1 or set(kwargs) - {"inputs", "training", "mask"}:
+        return None
+    if kwargs.get("mask") is not None:
+        return None  # Keras leaves it on the tensors that went in.
+    if not isinstance(kwargs.get("training"), (bool, type(None))):
+        return None
+    given = args[0] if args else kwargs.get("inputs")
+    leaves = keras.tree.flatten(given)
+    if not all(x is None or isinstance(x, keras.KerasTensor) for x in leaves):
+        return None
+    if not compat.nodes_in_order(functional):
+        return None
+    made = {id(y) for n in compat.nodes_in_order(functional) for y in n.outputs}
+    made.update(map(id, functional.inputs))
+    if not all(id(y) in made for y in functional.outputs):
+        return None
+    return functional
+
+
+def _runs_its_graph_only(model):
+    return (
+        compat.runs_as_keras(model)
+        and model.activity_regularizer is None
+        and not model.supports_masking
+        and model.quantization_mode is None
+    )
+
+
+def _same_structure(given, expected):
+    if isinstance(given, keras.KerasTensor):
+        return len(keras.tree.flatten(expected)) == 1 and not isinstance(
+            expected, dict
+        )
+    try:
+        keras.tree.assert_same_structure(
+            keras.tree.lists_to_tuples(given),
+            keras.tree.lists_to_tuples(expected),
+        )
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _goes_in_as_it_is(x, spec):
+    return (
+        x.dtype == spec.dtype
+        and len(x.shape) == len(spec.shape)
+        and not any(
+            getattr(t, attribute, False)
+            for t in (x, spec)
+            for attribute in ("sparse", "ragged")
+        )
+    )

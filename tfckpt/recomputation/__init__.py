@@ -1,0 +1,7 @@
+"""Exact gradient checkpointing of functions: see `engine`."""
+
+from tfckpt.recomputation.engine import recompute
+from tfckpt.recomputation.errors import RecomputeError
+from tfckpt.recomputation.switch import is_recomputing, no_recompute
+
+__all__ = ["RecomputeError", "is_recomputing", "no_recompute", "recompute"]

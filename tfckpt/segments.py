@@ -1,0 +1,301 @@
+"""The calls of a graph as functions from tensors to tensors, and their run.
+
+A segment reads what earlier segments made through its arguments only, and
+returns only what later segments or the caller need. A tensor that a segment
+doesn't use passes it by.
+
+How gradients are summed
+------------------------
+What the readers of a tensor contribute to its gradient is summed in the
+order in which they are differentiated, later ones first, and three summands
+or more round differently when they are grouped. One layer may contribute
+several: batch normalization reads its input four times. So a tensor that is
+read both in a segment and after it goes through the segment: the segment
+returns it too, and later readers read that. Their sum then comes in as the
+upstream gradient of the returned tensor, and the readers in the segment add
+theirs to it one by one, as they do without segments.
+
+What is left: readers on parallel branches that a plan puts into different
+segments are summed in the order of the segments; and the weights of a layer
+that is called in several segments are summed by segment.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from tfckpt import _compat_graph as compat
+from tfckpt import graph as graph_lib
+from tfckpt import plan as plan_lib
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """A segment as a function.
+
+    Attributes:
+        start: Position of its first call.
+        end: Position after its last call.
+        recomputed: Whether the backward pass runs it again.
+        arguments: Keys of the tensors that it reads and doesn't make.
+        outputs: Keys of the tensors that it returns: those that it makes
+            and others read, and arguments that are read again later.
+        drops: For each call the keys that nobody reads after it.
+    """
+
+    start: int
+    end: int
+    recomputed: bool
+    arguments: tuple[int, ...]
+    outputs: tuple[int, ...]
+    drops: tuple[tuple[int, ...], ...]
+
+
+def split(graph: graph_lib.Graph, plan: plan_lib.Plan) -> tuple[Part, ...]:
+    """Returns the segments of a plan as parts of the graph.
+
+    Raises:
+        PlanError: The plan is for other calls, or asks to keep some.
+    """
+    _check_fits(graph, plan)
+    readers: dict[int, list[int]] = {}
+    made: dict[int, int] = dict.fromkeys(graph.inputs, -1)
+    for position, call in enumerate(graph.calls):
+        for read, outputs in call.steps:
+            for key in read:
+                readers.setdefault(key, []).append(position)
+            made.update((key, position) for key in outputs)
+    # A tensor that nobody reads is dropped where it is made.
+    last = {
+        key: readers[key][-1] if key in readers else position
+        for key, position in made.items()
+    } | dict.fromkeys(graph.outputs, len(graph.calls))
+    parts, end = [], 0
+    for segment in plan.segments:
+        start, end = end, end + len(segment.calls)
+        first = {
+            key: next(p for p in positions if p >= start)
+            for key, positions in readers.items()
+            if made[key] < start and any(start <= p < end for p in positions)
+        }
+        # The gradient of what is read last is complete first.
+        arguments = sorted(first, key=lambda key: -first[key])
+        outputs = [
+            key
+            for key, position in made.items()
+            if start <= position < end and last[key] >= end
+        ]
+        outputs += [
+            key
+            for key in arguments
+            if last[key] >= end and graph_lib.is_float(graph.specs[key])
+        ]
+        parts.append(
+            Part(
+                start,
+                end,
+                segment.recomputed,
+                tuple(arguments),
+                tuple(outputs),
+                tuple(
+                    tuple(k for k, at in last.items() if at == position)
+                    for position in range(start, end)
+                ),
+            )
+        )
+    return tuple(parts)
+
+
+class Run:
+    """One call of a model, segment by segment.
+
+    Args:
+        graph: The model's graph.
+        context: Arguments that the model hands to its layers: `training`,
+            and what was registered besides.
+    """
+
+    def __init__(
+        self, graph: graph_lib.Graph, context: Mapping[str, Any]
+    ) -> None:
+        self._graph = graph
+        self._context = dict(context)
+        # By path of a nested model; a Python value, written on entry and
+        # again, equally, when the entry is recomputed.
+        self._training: dict[str, Any] = {}
+
+    def __call__(
+        self,
+        parts: Sequence[Part],
+        inputs: Sequence[Any],
+        recompute: Callable[[Callable[..., Any]], Callable[..., Any]],
+        keep_last: bool,
+    ) -> list[Any]:
+        """Runs the model.
+
+        Args:
+            parts: The segments.
+            inputs: The model's inputs, flat and standardized.
+            recompute: Makes a function one that the backward pass repeats.
+            keep_last: Whether the last segment runs as its plan says; it
+                is recomputed as well otherwise.
+
+        Returns:
+            The model's outputs, flat.
+        """
+        values = dict(zip(self._graph.inputs, inputs, strict=True))
+        for part in parts:
+            recomputed = part.recomputed or (
+                part is parts[-1] and not keep_last
+            )
+            # What has no output has no gradient either.
+            if recomputed and part.outputs:
+                outputs = recompute(self.function(part))(
+                    *(values[key] for key in part.arguments)
+                )
+                values.update(zip(part.outputs, outputs, strict=True))
+                for key in itertools.chain(*part.drops):
+                    values.pop(key, None)
+            else:
+                self.execute(part, values)
+        return [values[key] for key in self._graph.outputs]
+
+    def function(self, part: Part) -> Callable[..., tuple[Any, ...]]:
+        """Returns `part` as a function of its arguments."""
+
+        def run_segment(*tensors: Any) -> tuple[Any, ...]:
+            values = dict(zip(part.arguments, tensors, strict=True))
+            self.execute(part, values)
+            return tuple(values[key] for key in part.outputs)
+
+        calls = self._graph.calls
+        run_segment.__name__ = run_segment.__qualname__ = (
+            f"segment from '{calls[part.start].path}' "
+            f"to '{calls[part.end - 1].path}'"
+        )
+        return run_segment
+
+    def execute(self, part: Part, values: dict[int, Any]) -> None:
+        """Makes the calls of a part.
+
+        Args:
+            part: The part.
+            values: Tensors by key. Those that the part makes are added,
+                those that nobody reads any more are removed.
+        """
+        opened = list(self._graph.calls[part.start].owners)
+        try:
+            for call, drops in zip(
+                self._graph.calls[part.start : part.end],
+                part.drops,
+                strict=True,
+            ):
+                for entry in call.entries:
+                    opened.append(entry.nested)
+                    self._enter(entry, values)
+                self._call(call, values)
+                for nested in call.leaves:
+                    compat.leave_context(nested.model)
+                for key in drops:
+                    values.pop(key, None)
+        except BaseException:
+            # Keras ends the calls of nested models in a `finally`.
+            for nested in reversed(opened):
+                compat.leave_context(nested.model)
+            raise
+
+    def _training_of(self, nested: graph_lib.Nested | None) -> Any:
+        if nested is None:
+            return self._context.get("training")
+        return self._training[nested.path]
+
+    def _enter(self, entry, values):
+        nested = entry.nested
+        training = self._training_of(nested.parent)
+        given = training is not None
+        if not given:
+            given, training = nested.training_given, nested.training
+        self._training[nested.path] = compat.enter_context(
+            nested.model, given, training
+        )
+        if all(key is None for key in entry.outputs):
+            return
+        args, kwargs = _filled_in(entry.node, entry.feeds, values)
+        flat = compat.enter_inputs(
+            nested.model,
+            nested.functional,
+            args[0] if args else kwargs["inputs"],
+        )
+        for key, tensor in zip(entry.outputs, flat, strict=True):
+            if key is not None:
+                values[key] = tensor
+
+    def _call(self, call, values):
+        for key, spec, path in call.expected:
+            _check_as_recorded(call, values[key], spec, path)
+        args, kwargs = _filled_in(call.node, call.feeds, values)
+        context = self._context
+        if call.owners:
+            context = {"training": self._training_of(call.owners[-1])}
+        with compat.layer_scopes([nested.model for nested in call.owners]):
+            outputs = compat.call_operation(
+                call.operation, context, args, kwargs
+            )
+        values.update(
+            zip(call.outputs, keras.tree.flatten(outputs), strict=False)
+        )
+
+
+def _filled_in(node, feeds, values):
+    tensors = {i: graph_lib.value_of(values, key) for i, key in feeds}
+    return compat.fill_in(node, tensors)
+
+
+def _check_as_recorded(call, tensor, spec, path):
+    """Refuses what the nested model would have converted or refused."""
+    if tensor is None:
+        return
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    shape = tuple(tensor.shape)
+    if (
+        dtype == spec.dtype
+        and len(shape) == len(spec.shape)
+        and all(
+            a is None or b is None or a == b
+            for a, b in zip(shape[1:], spec.shape[1:], strict=True)
+        )
+    ):
+        return
+    raise ValueError(
+        f"The nested model '{path}' was recorded with an input of shape "
+        f"{spec.shape} and dtype {spec.dtype}, but '{call.path}' in it "
+        f"received shape {shape} and dtype {dtype}. Correct the "
+        "`compute_output_spec` (or `compute_output_shape`) of the layer "
+        f"before '{path}', or use plan=None."
+    )
+
+
+def _check_fits(graph, plan):
+    if plan.calls != graph.paths:
+        missing = [path for path in graph.paths if path not in plan.calls]
+        unknown = [path for path in plan.calls if path not in graph.paths]
+        raise plan_lib.PlanError(
+            "The plan is for another model: "
+            + (
+                f"it lacks the calls {missing[:5]}, and names "
+                f"{unknown[:5]}, which the model doesn't make. "
+                if missing or unknown
+                else "the same calls run in another order. "
+            )
+            + f"The plan has {len(plan.calls)} calls, the model "
+            f"{len(graph.paths)}. Make the plan from this model."
+        )
+    kept = [path for segment in plan.segments for path in segment.kept]
+    if kept:
+        raise plan_lib.PlanError(
+            "Keeping single calls inside a segment is not supported yet. "
+            f"Received: kept={kept}. Leave `kept` empty."
+        )
