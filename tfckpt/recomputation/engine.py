@@ -144,21 +144,23 @@ class _Recomputation:
 
     def _sources(self, observer, watcher, scope):
         inputs = self._inputs.tensors
-        self._reads = scope.reads
+        # The last read first: tapes add contributions in that order.
+        self._reads = scope.reads[::-1]
         # Read again, where tapes see it; nothing has been assigned yet.
         reads = [
             state.read(variable, scope.original_scope)[0]
-            for variable in scope.reads
+            for variable in self._reads
         ]
         self._captured = observer.captured(inputs)
-        self._variables = [
-            variable
-            for variable in watcher.watched_variables()
-            if variable.ref() not in scope.raw
-        ]
-        self._raw_values = observer.raw_values(self._variables)
+        self._variables = observer.raw_variables(
+            [
+                variable
+                for variable in watcher.watched_variables()
+                if variable.ref() not in scope.raw
+            ]
+        )
         sources = [*inputs, *reads, *self._captured]
-        sources += [tf.convert_to_tensor(v) for v in self._variables]
+        sources += [variable.value for variable in self._variables]
         self._watched = [_may_be_asked_for(tensor) for tensor in sources]
         return sources
 
@@ -215,7 +217,7 @@ class _Recomputation:
             leaves = [
                 *fresh,
                 *map(_compat.local_capture, self._captured),
-                *self._variables,
+                *(variable.leaf for variable in self._variables),
             ]
             for leaf, watched in zip(leaves, self._watched, strict=True):
                 if watched:
@@ -223,7 +225,8 @@ class _Recomputation:
             scope = state.ReplayScope(
                 self._label, self._reads, leaves[reads], self._watched[reads], tape
             )
-            self._raw_values.check()
+            for variable in self._variables:
+                variable.check()
             with scope:
                 result = self._call(leaves[:n_inputs])
         leaves[reads] = scope.leaves

@@ -15,3 +15,7 @@ class RecomputeError(RuntimeError):
     ...     print(error)
     tf.random.uniform in 'noise'
     """
+
+    # AutoGraph raises an error of a user's function as what it is only if
+    # its class has this constructor.
+    __init__ = Exception.__init__

@@ -57,7 +57,7 @@ _RANDOM = frozenset(
 
 
 def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
+    return name.decode(errors="replace") if isinstance(name, bytes) else name
 
 
 def _assigns(op_type: str) -> bool:
@@ -78,6 +78,7 @@ class Observer:
         self._produced = set()
         self._external = {}
         self._handles = {}
+        self._hidden = set()  # handles that only a function read
         self.paused = False
 
     @contextlib.contextmanager
@@ -105,14 +106,30 @@ class Observer:
         known = {_key(tensor) for tensor in inputs}
         return [x for key, x in self._external.items() if key not in known]
 
-    def raw_values(self, variables: list[tf.Variable]) -> "RawValues":
-        """The values of the `tf.Variable`s that were read."""
-        handles = dict(self._handles)
-        names = {}
-        for variable in variables:
-            handles.setdefault(_key(variable.handle), variable.handle)
-            names[_key(variable.handle)] = variable.name
-        return RawValues(self._label, handles, names)
+    def raw_variables(self, known: list[tf.Variable]) -> list["RawVariable"]:
+        """The variables read that are no Keras variables.
+
+        Args:
+            known: those that TensorFlow reported, which are the trainable
+                ones. Of others only the handle is known.
+        """
+        found = [RawVariable(self._label, v.handle, v) for v in known]
+        # In a graph a loop or function reads a capture of the handle, which
+        # is another tensor for a tape than the variable is.
+        eager = {_key(v.handle) for v in known}
+        for key, handle in self._handles.items():
+            if key in eager or _compat.variable_dtype(handle) is None:
+                continue
+            if key in self._hidden:
+                raise errors.RecomputeError(
+                    f"{self._label} calls a tf.function that reads a variable "
+                    f"({_compat.variable_dtype(handle).name}). In eager mode "
+                    "nothing tells which, so that it can't be differentiated. "
+                    "Put tf.function around the training step instead, or "
+                    "remove it."
+                )
+            found.append(RawVariable(self._label, handle))
+        return found
 
     def _eager(self, op_type, inputs, attrs, outputs, op_name=None, graph=None):
         """The callback for `_compat.observed_ops`."""
@@ -132,19 +149,23 @@ class Observer:
             for attr in op.node_def.attr.values():
                 functions.append(attr.func.name)
                 functions.extend(f.name for f in attr.list.func)
-            self._note(op.type, op.inputs, op.outputs, functions)
+            self._note(op.type, op.inputs, op.outputs, functions, op.name)
 
-    def _note(self, op_type, inputs, outputs, functions):
-        self._refuse(op_type)
+    def _note(self, op_type, inputs, outputs, functions, name=""):
+        self._refuse(op_type, name)
         for function in functions:
             for inner in _ops_of_function(function):
-                self._refuse(inner)
+                self._refuse(inner, name)
         for tensor in inputs:
             if not isinstance(tensor, tf.Tensor):
                 continue
             key = _key(tensor)
             if tensor.dtype == tf.resource:
                 self._handles.setdefault(key, tensor)
+                if tf.executing_eagerly() and any(
+                    map(_compat.function_definition, functions)
+                ):
+                    self._hidden.add(key)
             elif key not in self._produced and arguments.is_differentiable(
                 tensor
             ):
@@ -153,9 +174,10 @@ class Observer:
             _key(tensor) for tensor in outputs if isinstance(tensor, tf.Tensor)
         )
 
-    def _refuse(self, op_type: str) -> None:
-        layer = _compat.current_path() or tf.get_current_name_scope()
-        where = f" (layer '{layer}')" if layer else ""
+    def _refuse(self, op_type: str, name: str) -> None:
+        # In a graph the name of the op begins with the layer's path.
+        layer = name or _compat.current_path()
+        where = f" (in '{layer}')" if layer else ""
         if op_type in _RANDOM:
             raise errors.RecomputeError(
                 f"{self._label}{where} draws random numbers with the op "
@@ -174,46 +196,61 @@ class Observer:
             )
 
 
-class RawValues:
-    """The values of raw variables in the forward pass.
+class RawVariable:
+    """A `tf.Variable` that a recomputed function reads.
 
-    A recomputation reads a `tf.Variable` again; this holds it to the value
-    that the forward pass read. (XLA drops assertions: a compiled function
-    must not assign such a variable between the forward pass and the
-    gradient.)
+    The recomputation reads it again; `check` holds it to the value that the
+    forward pass read. (XLA drops assertions: a compiled function must not
+    assign such a variable between the forward pass and the gradient.)
+
+    Attributes:
+        value: what the forward pass read, as a tensor that tapes follow.
     """
 
-    def __init__(self, label: str, handles: dict, names: dict):
+    def __init__(
+        self,
+        label: str,
+        handle: tf.Tensor,
+        variable: tf.Variable | None = None,
+    ):
         self._label = label
-        self._values = []
-        for key, handle in handles.items():
-            dtype = _compat.variable_dtype(handle)
-            if dtype is not None:
-                name = names.get(key, "without a known name")
-                self._values.append((name, handle, dtype, _read(handle, dtype)))
+        self._handle = handle
+        self._dtype = _compat.variable_dtype(handle)
+        self._variable = variable
+        self.value = self._read()
+        if variable is not None:
+            self.value = tf.convert_to_tensor(variable)
+
+    def _read(self) -> tf.Tensor:
+        return tf.raw_ops.ReadVariableOp(
+            resource=self._handle, dtype=self._dtype
+        )
+
+    @property
+    def leaf(self) -> Any:
+        """What a tape of the replay watches."""
+        if self._variable is not None:
+            return self._variable
+        return _compat.local_capture(self._handle)
 
     def check(self) -> None:
-        """Raises, or asserts in a graph, if a variable has changed."""
-        for name, handle, dtype, before in self._values:
-            now = _read(handle, dtype)
-            same = tf.reduce_all(
-                (now == before) | ((now != now) & (before != before))
-            )
-            message = (
-                f"A tf.Variable ({name}; {dtype.name}{list(before.shape)}) "
-                f"that {self._label} reads was assigned between the forward "
-                "pass and its gradient, so that the recomputation would use "
-                "the new value. Assign it later, pass its value as an "
-                "argument, or make it a keras.Variable, whose value is kept."
-            )
-            if not tf.executing_eagerly():
-                tf.debugging.Assert(same, [message])
-            elif not same:
-                raise errors.RecomputeError(message)
-
-
-def _read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+        """Raises, or asserts in a graph, if the variable has changed."""
+        before, now = self.value, self._read()
+        same = tf.reduce_all(
+            (now == before) | ((now != now) & (before != before))
+        )
+        name = getattr(self._variable, "name", "its name is not known")
+        message = (
+            f"A tf.Variable ({name}; {self._dtype.name}{list(before.shape)}) "
+            f"that {self._label} reads was assigned between the forward pass "
+            "and its gradient, so that the recomputation would use the new "
+            "value. Assign it later, pass its value as an argument, or make "
+            "it a keras.Variable, whose value is kept."
+        )
+        if not tf.executing_eagerly():
+            tf.debugging.Assert(same, [message])
+        elif not same:
+            raise errors.RecomputeError(message)
 
 
 def _key(tensor: Any) -> Any:

@@ -108,6 +108,13 @@ class ForwardScope(keras.StatelessScope):
 class ReplayScope(keras.StatelessScope):
     """Hands out what the forward pass read, and leaves state alone.
 
+    Args:
+        label: names the function in errors.
+        reads: the variables that the forward pass read, the last one first.
+        values: what it read.
+        watched: which of these reads the tape watches.
+        tape: the tape of the replay.
+
     Attributes:
         leaves: for each read of the forward pass the tensor to differentiate
             with respect to; None where the replay did not read it.
@@ -157,7 +164,7 @@ class ReplayScope(keras.StatelessScope):
             return None
         waiting = self._positions.get(key)
         if waiting:
-            self._last[key] = self._leaf(key, waiting.pop(0))
+            self._last[key] = self._leaf(key, waiting.pop())
         elif key not in self._last:
             raise errors.RecomputeError(
                 f"The recomputation of {self._label} reads the variable "

@@ -110,7 +110,8 @@ def _traced_for_inference() -> bool:
     traces = 0
     frame = inspect.currentframe()
     while frame is not None:
-        name = frame.f_code.co_name
+        # AutoGraph puts this before the names of what it converts.
+        name = frame.f_code.co_name.removeprefix("tf__")
         if name == "func_graph_from_py_func":
             traces += 1
         elif name in ("test_step", "predict_step"):
