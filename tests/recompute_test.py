@@ -762,6 +762,33 @@ def test_other_shape_the_second_time_is_refused(mode):
         equality.compiled(step, mode)(X)
 
 
+@modes
+@pytest.mark.parametrize("kind", ["number", "array", "branch", "counter"])
+def test_choices_in_python_are_refused(kind, mode):
+    """Randomness that is neither Keras' nor TensorFlow's."""
+    random = np.random.RandomState(0)
+    runs = []
+
+    def fn(x):
+        runs.append(0)
+        if kind == "number":
+            return tf.tanh(x) * random.rand()
+        if kind == "array":
+            return tf.tanh(x) * random.rand(3).astype("float32")
+        if kind == "counter":
+            return tf.tanh(x) * float(len(runs))
+        return tf.tanh(x) if len(runs) % 2 else tf.sin(x)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tfckpt.recompute(fn)(x)
+        return tape.gradient(y, x)
+
+    with pytest.raises(tfckpt.RecomputeError, match="something in Python"):
+        equality.compiled(step, mode)(X)
+
+
 @pytest.mark.parametrize("fn", [None, 3, "tanh"])
 def test_not_callable(fn):
     with pytest.raises(TypeError, match="takes a function.*Received"):

@@ -19,8 +19,9 @@ Not done: in eager mode a `tf.GradientTape` that the function itself opens
 does not record in the forward pass (in a `tf.function` it does).
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -110,9 +111,10 @@ class _Recomputation:
         inputs = self._inputs.tensors
         if _compat.has_tangent(inputs):
             return self._plainly()
-        observer = observe.Observer(self._label)
+        observer = observe.Observer(self._label, inputs)
         with (
             switch.no_recompute(),
+            _unrecorded(),
             observer.observing(),
             _compat.watch_variables() as watcher,
             state.ForwardScope(self._label, observer) as scope,
@@ -151,7 +153,8 @@ class _Recomputation:
             state.read(variable, scope.original_scope)[0]
             for variable in self._reads
         ]
-        self._captured = observer.captured(inputs)
+        self._observed = observer
+        self._captured = observer.captured
         self._variables = observer.raw_variables(
             [
                 variable
@@ -223,12 +226,19 @@ class _Recomputation:
                 if watched:
                     tape.watch(leaf)
             scope = state.ReplayScope(
-                self._label, self._reads, leaves[reads], self._watched[reads], tape
+                self._label,
+                self._reads,
+                leaves[reads],
+                self._watched[reads],
+                tape,
+                observer := observe.Observer(self._label, fresh[:n_inputs]),
             )
             for variable in self._variables:
                 variable.check()
-            with scope:
+            with scope, observer.observing():
                 result = self._call(leaves[:n_inputs])
+            if not switch.was_asked():
+                self._observed.compare(observer)
         leaves[reads] = scope.leaves
         results = arguments.Structure(result).tensors + scope.losses
         self._check(results)
@@ -268,6 +278,20 @@ class _Recomputation:
                 "times: no shapes that depend on data which has changed, no "
                 "counters or random choices in Python."
             )
+
+
+@contextlib.contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Nothing is recorded in eager mode: a tape would keep activations.
+
+    In a graph recording costs no memory, and the function may open a tape of
+    its own.
+    """
+    if not tf.executing_eagerly():
+        yield
+        return
+    with _compat.stopped_recording():
+        yield
 
 
 def _may_be_asked_for(tensor: tf.Tensor) -> bool:

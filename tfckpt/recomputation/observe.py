@@ -8,9 +8,11 @@ the last are refused: a second run would draw others.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfckpt import _compat
@@ -56,6 +58,24 @@ _RANDOM = frozenset(
 )
 
 
+# Ops that move tensors; how many there are depends on what records.
+_BOOKKEEPING = frozenset(
+    [
+        "Const",
+        "Identity",
+        "IdentityN",
+        "NoOp",
+        "Placeholder",
+        "ReadVariableOp",
+        "StopGradient",
+    ]
+)
+
+
+def _fingerprint(value: np.ndarray) -> tuple[Any, ...]:
+    return value.dtype.name, value.shape, hash(value.tobytes())
+
+
 def _text(name: str | bytes) -> str:
     return name.decode(errors="replace") if isinstance(name, bytes) else name
 
@@ -73,38 +93,62 @@ class Observer:
         paused: set while tfckpt itself runs ops in between.
     """
 
-    def __init__(self, label: str):
+    def __init__(self, label: str, inputs: list[tf.Tensor]):
         self._label = label
-        self._produced = set()
+        self._produced = {_key(tensor) for tensor in inputs}
         self._external = {}
         self._handles = {}
         self._hidden = set()  # handles that only a function read
+        self._ops = []  # types, in order
+        self._constants = set()  # numbers made outside of TensorFlow
         self.paused = False
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Takes note of the ops that run, or are put into the graph, here.
-
-        In eager mode nothing is recorded meanwhile: a tape would keep the
-        activations. In a graph recording costs no memory, and the function
-        may open a tape of its own.
-        """
+        """Takes note of the ops that run, or are put into the graph, here."""
         if tf.executing_eagerly():
-            with (
-                _compat.stopped_recording(),
-                _compat.observed_ops(self._eager),
-            ):
+            with _compat.observed_ops(self._eager):
                 yield
-            return
-        graph = tf.compat.v1.get_default_graph()
-        start = len(graph.get_operations())
-        yield
-        self._graph(graph.get_operations()[start:])
+        else:
+            graph = tf.compat.v1.get_default_graph()
+            start = len(graph.get_operations())
+            yield
+            self._graph(graph.get_operations()[start:])
+        self._produced.clear()
 
-    def captured(self, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The differentiable tensors read that are none of `inputs`."""
-        known = {_key(tensor) for tensor in inputs}
-        return [x for key, x in self._external.items() if key not in known]
+    def compare(self, replay: "Observer") -> None:
+        """Raises if the replay did something else than this forward pass.
+
+        Other ops, or other numbers made outside of TensorFlow, come from a
+        choice in Python: `random`, `numpy.random`, a counter, a cache.
+        """
+        if self._ops != replay._ops:
+            forward, again = next(
+                pair
+                for pair in itertools.zip_longest(self._ops, replay._ops)
+                if pair[0] != pair[1]
+            )
+            difference = f"runs the op {again} where it ran {forward} before"
+        elif not replay._constants <= self._constants:
+            difference = "uses another constant than before"
+        else:
+            return
+        raise errors.RecomputeError(
+            f"The recomputation of {self._label} {difference}: it depends on "
+            "something in Python that has changed (random or numpy.random, a "
+            "counter, a tensor cached at the first run). Draw with "
+            "keras.random, pass what changes as an argument, or leave this "
+            "part out of recomputation."
+        )
+
+    def ignore(self, tensor: tf.Tensor) -> None:
+        """Takes a tensor for one of the inputs."""
+        self._produced.add(_key(tensor))
+
+    @property
+    def captured(self) -> list[tf.Tensor]:
+        """The differentiable tensors read that are no inputs."""
+        return list(self._external.values())
 
     def raw_variables(self, known: list[tf.Variable]) -> list["RawVariable"]:
         """The variables read that are no Keras variables.
@@ -145,6 +189,11 @@ class Observer:
             if READ_SCOPE in op.name:
                 self._produced.update(map(_key, op.outputs))
                 continue
+            if op.type == "Const" and arguments.is_differentiable(
+                op.outputs[0]
+            ):
+                value = tf.make_ndarray(op.get_attr("value"))
+                self._constants.add(_fingerprint(value))
             functions = []
             for attr in op.node_def.attr.values():
                 functions.append(attr.func.name)
@@ -153,6 +202,10 @@ class Observer:
 
     def _note(self, op_type, inputs, outputs, functions, name=""):
         self._refuse(op_type, name)
+        if op_type not in _BOOKKEEPING:
+            self._ops.append(
+                "a tf.function" if op_type.startswith("__") else op_type
+            )
         for function in functions:
             for inner in _ops_of_function(function):
                 self._refuse(inner, name)
@@ -169,6 +222,8 @@ class Observer:
             elif key not in self._produced and arguments.is_differentiable(
                 tensor
             ):
+                if tf.executing_eagerly() and key not in self._external:
+                    self._constants.add(_fingerprint(tensor.numpy()))
                 self._external.setdefault(key, tensor)
         self._produced.update(
             _key(tensor) for tensor in outputs if isinstance(tensor, tf.Tensor)

@@ -57,6 +57,7 @@ class ForwardScope(keras.StatelessScope):
             with self._outside():
                 value, raw = read(variable, self.original_scope)
             self._current[key] = value
+            self._observer.ignore(value)
             self.raw |= raw
         self.reads.append(variable)
         return self._current[key]
@@ -114,6 +115,7 @@ class ReplayScope(keras.StatelessScope):
         values: what it read.
         watched: which of these reads the tape watches.
         tape: the tape of the replay.
+        observer: takes note of the replay's ops.
 
     Attributes:
         leaves: for each read of the forward pass the tensor to differentiate
@@ -128,12 +130,14 @@ class ReplayScope(keras.StatelessScope):
         values: list[tf.Tensor],
         watched: list[bool],
         tape: tf.GradientTape,
+        observer: observe.Observer,
     ):
         super().__init__(collect_losses=True)
         self._label = label
         self._graph = _current_graph()
         self._tape = tape
         self._watched = watched
+        self._observer = observer
         self._values = values
         self._assigned = {}
         self._positions = {}
@@ -181,6 +185,7 @@ class ReplayScope(keras.StatelessScope):
             leaf = tf.identity(self._assigned[key])
             if self._watched[position]:
                 self._tape.watch(leaf)
+        self._observer.ignore(leaf)
         self.leaves[position] = leaf
         return leaf
 

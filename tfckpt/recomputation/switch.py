@@ -18,6 +18,7 @@ from tfckpt import _compat
 class _Switch(threading.local):
     off = 0
     recomputing = 0
+    asked = False
 
 
 _switch = _Switch()
@@ -48,13 +49,20 @@ def is_recomputing() -> bool:
     >>> float(tape.gradient(y, x)), calls
     (2.0, [False, True])
     """
+    _switch.asked = True
     return _switch.recomputing > 0
+
+
+def was_asked() -> bool:
+    """Whether this recomputation asked `is_recomputing`, and may differ."""
+    return _switch.asked
 
 
 @contextlib.contextmanager
 def recomputing() -> Iterator[None]:
     """Marks a recomputation; nested functions are recomputed in their turn."""
     off, _switch.off = _switch.off, 0
+    _switch.asked = False
     _switch.recomputing += 1
     try:
         yield
