@@ -1,6 +1,7 @@
 """`tfckpt.recompute`: arguments and results, gradients, refusals, order."""
 
 import collections
+import functools
 import gc
 import threading
 import weakref
@@ -850,6 +851,34 @@ def test_inside_a_function_of_its_own(mode):
         return equality.Subject(inner, [*dense.variables, *dropout.variables])
 
     equality.check(make, [X], tfckpt.recompute, mode)
+
+
+@pytest.mark.parametrize("mode", ["forward", "recomputed"])
+def test_autograph(mode):
+    """Python conditions on tensors, as in any function of a tf.function."""
+
+    def fn(x, k=1.0):
+        if tf.reduce_sum(x) > 0:
+            y = tf.tanh(x)
+        else:
+            y = k * tf.sin(x)
+        return y
+
+    for function in (fn, functools.partial(fn, k=2.0)):
+
+        @tf.function
+        def step(x, function=function):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tfckpt.recompute(function)(x)
+            return y if mode == "forward" else tape.gradient(y, x)
+
+        for x in (tf.abs(X), -tf.abs(X)):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = function(x)
+            expected = y if mode == "forward" else tape.gradient(y, x)
+            np.testing.assert_allclose(step(x), expected, rtol=1e-5)
 
 
 def test_threads_do_not_disturb_each_other():

@@ -19,7 +19,7 @@ from keras.src.backend.common import (
     variables,
 )
 from keras.src.layers import layer as layer_module
-from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.python.autograph.impl import api
 from tensorflow.python.eager import (
     context,
     execute,
@@ -103,12 +103,24 @@ def compiled_by_xla() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
-def optimization_barrier(tensors: list[Any]) -> list[Any]:
-    """XLA's barrier over tensors of any dtypes; it has no public wrapper.
+def unconverted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps AutoGraph out of `function`, but not out of what it calls.
 
-    It has kernels for XLA alone, and no gradient.
+    `tf.autograph.experimental.do_not_convert` does both.
     """
-    return gen_xla_ops.xla_optimization_barrier(tensors)
+    return api.autograph_artifact(function)
+
+
+def converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as AutoGraph would call it here, if it is at work here.
+
+    Code that calls a user's function is asked to do that itself, with these
+    names of `tf.__internal__`.
+    """
+    status = tf.__internal__.autograph.control_status_ctx()
+    if tf.executing_eagerly() or status.status.name != "ENABLED":
+        return function
+    return tf.__internal__.autograph.tf_convert(function, status)
 
 
 def tensor_id(tensor: Any) -> int:

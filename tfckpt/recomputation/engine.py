@@ -86,10 +86,10 @@ def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn, updated=())
     def recomputed(*args, **kwargs):
         if not switch.wanted() or arguments.is_symbolic((args, kwargs)):
-            return fn(*args, **kwargs)
+            return _compat.converted(fn)(*args, **kwargs)
         return _Recomputation(fn, args, kwargs).forward()
 
-    return recomputed
+    return _compat.unconverted(recomputed)
 
 
 class _Recomputation:
@@ -101,7 +101,7 @@ class _Recomputation:
     """
 
     def __init__(self, fn, args, kwargs):
-        self._fn = fn
+        self._fn = _compat.converted(fn)
         self._label = _label(fn)
         self._inputs = arguments.Structure((args, kwargs))
         self._ambient = ambient.Ambient()
@@ -146,8 +146,7 @@ class _Recomputation:
 
     def _sources(self, observer, watcher, scope):
         inputs = self._inputs.tensors
-        # The last read first: tapes add contributions in that order.
-        self._reads = scope.reads[::-1]
+        self._reads = scope.reads
         # Read again, where tapes see it; nothing has been assigned yet.
         reads = [
             state.read(variable, scope.original_scope)[0]
@@ -162,6 +161,8 @@ class _Recomputation:
                 if variable.ref() not in scope.raw
             ]
         )
+        self._groups = _repeated([*inputs, *self._reads])
+        self._grouped = {i for group in self._groups for i in group}
         sources = [*inputs, *reads, *self._captured]
         sources += [variable.value for variable in self._variables]
         self._watched = [_may_be_asked_for(tensor) for tensor in sources]
@@ -177,7 +178,7 @@ class _Recomputation:
             return tensors
         # Results that the loss does not depend on get a gradient of zeros,
         # which must not turn the None of what leads to them alone into 0.
-        live = set()
+        live = []
 
         @tf.custom_gradient
         def attached(*sources):
@@ -225,28 +226,34 @@ class _Recomputation:
             for leaf, watched in zip(leaves, self._watched, strict=True):
                 if watched:
                     tape.watch(leaf)
-            scope = state.ReplayScope(
-                self._label,
-                self._reads,
-                leaves[reads],
-                self._watched[reads],
-                tape,
-                observer := observe.Observer(self._label, fresh[:n_inputs]),
-            )
+            order = []
+            used = set(range(len(leaves))) - set(range(n_inputs, reads.stop))
+
+            def handed(i):
+                if i not in self._grouped or not self._watched[i]:
+                    return leaves[i]
+                return _noticed(leaves[i], i, order)
+
+            def read(position, assigned):
+                used.add(i := n_inputs + position)
+                if assigned is not None:
+                    leaves[i] = tf.identity(assigned)
+                    if self._watched[i]:
+                        tape.watch(leaves[i])
+                return handed(i)
+
+            inputs = [handed(i) for i in range(n_inputs)]
+            observer = observe.Observer(self._label, inputs)
+            scope = state.ReplayScope(self._label, self._reads, read, observer)
             for variable in self._variables:
                 variable.check()
             with scope, observer.observing():
-                result = self._call(leaves[:n_inputs])
+                result = self._call(inputs)
             if not switch.was_asked():
                 self._observed.compare(observer)
-        leaves[reads] = scope.leaves
         results = arguments.Structure(result).tensors + scope.losses
         self._check(results)
-        asked = [
-            i
-            for i, leaf in enumerate(leaves)
-            if self._watched[i] and leaf is not None
-        ]
+        asked = [i for i in sorted(used) if self._watched[i]]
         with scope.closed():
             found = tape.gradient(
                 [results[place] for place in places],
@@ -255,7 +262,22 @@ class _Recomputation:
             )
         for i, gradient in zip(asked, found, strict=True):
             gradients[i] = gradient
-        return gradients
+        return self._in_order(gradients, order)
+
+    def _in_order(self, gradients, order):
+        """Puts the gradients of one tensor or variable in the plain order.
+
+        They are added up outside, and the order in which a tape meets the
+        readers of a tensor, which the sum's rounding depends on, is known
+        only now.
+        """
+        found = list(gradients)
+        for group in self._groups:
+            met = [gradients[i] for i in order if i in group]
+            met += [None] * (len(group) - len(met))
+            for i, gradient in zip(group, met, strict=True):
+                found[i] = gradient
+        return found
 
     def _tied(self):
         """Inputs, and the state of random generators; see `ordering`."""
@@ -305,13 +327,21 @@ def _may_be_asked_for(tensor: tf.Tensor) -> bool:
     return not tf.executing_eagerly() or _compat.is_watched(tensor)
 
 
-def _noticed(tensor: tf.Tensor, position: int, live: set[int]) -> tf.Tensor:
-    """An identity that puts `position` into `live` when a gradient comes."""
+def _repeated(objects: list[Any]) -> list[list[int]]:
+    """The positions of each object that stands in the list more than once."""
+    positions = {}
+    for i, each in enumerate(objects):
+        positions.setdefault(id(each), []).append(i)
+    return [group for group in positions.values() if len(group) > 1]
+
+
+def _noticed(tensor: tf.Tensor, position: int, met: list[int]) -> tf.Tensor:
+    """An identity that puts `position` into `met` when its gradient comes."""
 
     @tf.custom_gradient
     def notice(tensor):
         def gradient(upstream):
-            live.add(position)
+            met.append(position)
             return upstream
 
         return tf.identity(tensor), gradient

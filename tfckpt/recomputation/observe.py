@@ -87,10 +87,11 @@ def _assigns(op_type: str) -> bool:
 
 
 class Observer:
-    """Takes note of the ops of one forward pass.
+    """Takes note of the ops of one run of a function.
 
-    Attributes:
-        paused: set while tfckpt itself runs ops in between.
+    Args:
+        label: names the function in errors.
+        inputs: the tensors that it is given.
     """
 
     def __init__(self, label: str, inputs: list[tf.Tensor]):
@@ -101,7 +102,7 @@ class Observer:
         self._hidden = set()  # handles that only a function read
         self._ops = []  # types, in order
         self._constants = set()  # numbers made outside of TensorFlow
-        self.paused = False
+        self._paused = False
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -141,6 +142,16 @@ class Observer:
             "part out of recomputation."
         )
 
+    @contextlib.contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """While tfckpt itself runs ops in between."""
+        paused, self._paused = self._paused, True
+        try:
+            with tf.name_scope(READ_SCOPE):
+                yield
+        finally:
+            self._paused = paused
+
     def ignore(self, tensor: tf.Tensor) -> None:
         """Takes a tensor for one of the inputs."""
         self._produced.add(_key(tensor))
@@ -178,7 +189,7 @@ class Observer:
     def _eager(self, op_type, inputs, attrs, outputs, op_name=None, graph=None):
         """The callback for `_compat.observed_ops`."""
         del op_name
-        if graph is None and not self.paused:
+        if graph is None and not self._paused:
             op_type = _text(op_type)
             names = [_text(x) for x in attrs if isinstance(x, (str, bytes))]
             self._note(op_type, inputs, outputs, [op_type, *names])

@@ -56,10 +56,23 @@ def ordered(
             for x, tie in zip(values, tied, strict=False)
         ]
         held += values[count:]
-        return _compat.optimization_barrier(held), lambda *grads: grads
+        return _barrier(held), lambda *grads: grads
 
     values = barrier(*tensors, *upstream)
     return list(values[:count]), list(values[count:])
+
+
+def _barrier(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """XLA's optimization barrier, which `tf.raw_ops` leaves out."""
+    types = tf.compat.v1.AttrValue()
+    types.list.type.extend(x.dtype.as_datatype_enum for x in tensors)
+    op = tf.compat.v1.get_default_graph().create_op(
+        "XlaOptimizationBarrier",
+        tensors,
+        [x.dtype for x in tensors],
+        attrs={"T": types},
+    )
+    return list(op.outputs)
 
 
 def _opaque_true(upstream: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -14,7 +14,7 @@ the plain model adds them.
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -54,7 +54,7 @@ class ForwardScope(keras.StatelessScope):
             outer = self.original_scope
             return None if outer is None else outer.get_current_value(variable)
         if key not in self._current:
-            with self._outside():
+            with _building(self._graph), self._observer.unnoticed():
                 value, raw = read(variable, self.original_scope)
             self._current[key] = value
             self._observer.ignore(value)
@@ -89,37 +89,18 @@ class ForwardScope(keras.StatelessScope):
                 "the @tf.function or leave this part out of recomputation."
             )
 
-    @contextlib.contextmanager
-    def _outside(self) -> Iterator[None]:
-        """Where the function was called, whatever loop it is in now."""
-        self._observer.paused, paused = True, self._observer.paused
-        try:
-            if self._graph is None:
-                with tf.init_scope():
-                    yield
-            else:
-                with self._graph.as_default(), tf.name_scope(
-                    observe.READ_SCOPE
-                ):
-                    yield
-        finally:
-            self._observer.paused = paused
-
 
 class ReplayScope(keras.StatelessScope):
     """Hands out what the forward pass read, and leaves state alone.
 
     Args:
         label: names the function in errors.
-        reads: the variables that the forward pass read, the last one first.
-        values: what it read.
-        watched: which of these reads the tape watches.
-        tape: the tape of the replay.
+        reads: the variables that the forward pass read, in order.
+        hand_out: called with the position of a read and the value assigned
+            in the replay before it (None if none was); returns what is read.
         observer: takes note of the replay's ops.
 
     Attributes:
-        leaves: for each read of the forward pass the tensor to differentiate
-            with respect to; None where the replay did not read it.
         losses: from `add_loss`, in order.
     """
 
@@ -127,24 +108,19 @@ class ReplayScope(keras.StatelessScope):
         self,
         label: str,
         reads: list[keras.Variable],
-        values: list[tf.Tensor],
-        watched: list[bool],
-        tape: tf.GradientTape,
+        hand_out: Callable[[int, tf.Tensor | None], tf.Tensor],
         observer: observe.Observer,
     ):
         super().__init__(collect_losses=True)
         self._label = label
         self._graph = _current_graph()
-        self._tape = tape
-        self._watched = watched
+        self._hand_out = hand_out
         self._observer = observer
-        self._values = values
         self._assigned = {}
-        self._positions = {}
+        self._waiting = {}
         for position, variable in enumerate(reads):
-            self._positions.setdefault(id(variable), []).append(position)
+            self._waiting.setdefault(id(variable), []).append(position)
         self._last = {}
-        self.leaves = [None] * len(reads)
         self._closed = False
 
     @contextlib.contextmanager
@@ -166,9 +142,12 @@ class ReplayScope(keras.StatelessScope):
             )
         if not _traced_anew(self._graph):
             return None
-        waiting = self._positions.get(key)
+        waiting = self._waiting.get(key)
         if waiting:
-            self._last[key] = self._leaf(key, waiting.pop())
+            with _building(self._graph), self._observer.unnoticed():
+                value = self._hand_out(waiting.pop(0), self._assigned.get(key))
+            self._observer.ignore(value)
+            self._last[key] = value
         elif key not in self._last:
             raise errors.RecomputeError(
                 f"The recomputation of {self._label} reads the variable "
@@ -178,16 +157,6 @@ class ReplayScope(keras.StatelessScope):
                 "tfckpt.is_recomputing)."
             )
         return self._last[key]
-
-    def _leaf(self, key: int, position: int) -> tf.Tensor:
-        leaf = self._values[position]
-        if key in self._assigned:
-            leaf = tf.identity(self._assigned[key])
-            if self._watched[position]:
-                self._tape.watch(leaf)
-        self._observer.ignore(leaf)
-        self.leaves[position] = leaf
-        return leaf
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         # What is assigned is cut off, as for a variable without scope.
@@ -222,6 +191,18 @@ def _current_graph() -> Any:
     if tf.executing_eagerly():
         return None
     return tf.compat.v1.get_default_graph()
+
+
+@contextlib.contextmanager
+def _building(graph: Any) -> Iterator[None]:
+    """Where the function was called, whatever loop it is in now."""
+    if graph is None:
+        outermost = tf.init_scope if _current_graph() else contextlib.nullcontext
+        with outermost():
+            yield
+    else:
+        with graph.as_default():
+            yield
 
 
 def _traced_anew(home: Any) -> bool:

@@ -1,0 +1,864 @@
+"""`SegmentedModel` against the plain model with the same weights."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests import equality, model_zoo
+from tfckpt import graph, plan
+from tfckpt.segmented_model import SegmentedModel
+
+# Keras warns when a mask enters a nested model, with us and without.
+pytestmark = pytest.mark.filterwarnings("ignore:Layer 'core':UserWarning")
+
+# Where gradients are sums of three or more that TensorFlow adds in another
+# order in eager mode: steps of a recurrent layer, and losses inside a segment.
+_ROUNDS = {"masked": ("eager",), "losses": ("eager", "graph")}
+
+
+def _segmented(asked):
+    """Returns what makes a segmented model; "all" cuts after every call."""
+
+    def wrap(model):
+        return SegmentedModel.from_model(
+            model,
+            plan=list(graph.read(model).paths) if asked == "all" else asked,
+        )
+
+    return wrap
+
+
+def _subject(name, wrap, training=True):
+    model = model_zoo.make(name)
+    wrapped = wrap(model)
+    names = model_zoo.ZOO[name][1]
+
+    def call(*inputs):
+        if isinstance(names, dict):
+            return wrapped(
+                dict(zip(names, inputs, strict=True)), training=training
+            )
+        return wrapped(*inputs, training=training)
+
+    return equality.Subject(call, model.variables, lambda: wrapped.losses)
+
+
+def _flat_inputs(name):
+    return keras.tree.flatten(model_zoo.inputs_of(name))
+
+
+def _check(name, asked, mode, training=True):
+    rounds = mode in _ROUNDS.get(name, ())
+    if rounds:
+        # The same comparison, with the tolerance that it has under XLA.
+        found = []
+        for wrap in (lambda model: model, _segmented(asked)):
+            keras.utils.clear_session(free_memory=False)
+            keras.utils.set_random_seed(1)
+            subject = _subject(name, wrap, training)
+            found.append(equality.train(subject, _flat_inputs(name), mode))
+        for step, pair in enumerate(zip(*found, strict=True)):
+            equality.compare(*pair, "xla", f"step {step}")
+        return
+    equality.check(
+        lambda wrap: _subject(name, wrap, training),
+        _flat_inputs(name),
+        _segmented(asked),
+        mode,
+    )
+
+
+@pytest.mark.parametrize("asked", ["sqrt", 2, "all"])
+@pytest.mark.parametrize("name", model_zoo.ZOO)
+def test_equals_plain_model_eager(name, asked):
+    if name == "shared" and asked == 2:
+        pytest.skip("weights read in two segments: summed by segment")
+    _check(name, asked, "eager")
+
+
+@pytest.mark.parametrize("asked", ["sqrt", "all"])
+@pytest.mark.parametrize("name", model_zoo.ZOO)
+def test_equals_plain_model_graph(name, asked):
+    _check(name, asked, "graph")
+
+
+@pytest.mark.parametrize("name", model_zoo.ZOO)
+def test_equals_plain_model_xla(name):
+    _check(name, "sqrt", "xla")
+
+
+@pytest.mark.parametrize("training", [None, False])
+@pytest.mark.parametrize("name", ["nested", "chain", "residual"])
+def test_training_is_resolved_as_in_the_plain_model(name, training):
+    _check(name, "all", "eager", training)
+
+
+class _TrainsByDefault(layers.Layer):
+    """Its `training` stays in Keras' call context for those after it."""
+
+    def call(self, x, training=True):
+        return x * (2.0 if training else 3.0)
+
+
+@pytest.mark.parametrize("training", [None, True, False])
+@pytest.mark.parametrize("asked", [1, 3, "all"])
+def test_training_leaks_as_in_the_plain_model(training, asked):
+    def make(wrap):
+        within = keras.Input((4,))
+        x = layers.Dropout(0.5, seed=1)(within)
+        x = layers.Dense(4)(x)
+        core = keras.Model(within, layers.Dropout(0.5, seed=2)(x), name="core")
+        inputs = keras.Input((4,))
+        x = core(inputs, training=False)
+        x = layers.Dropout(0.5, seed=3)(x)
+        x = _TrainsByDefault()(x)
+        x = layers.BatchNormalization()(core(x))
+        x = layers.Dropout(0.5, seed=4)(x)
+        model = keras.Model(inputs, x)
+        wrapped = wrap(model)
+        return equality.Subject(
+            lambda x: wrapped(x, training=training), model.variables
+        )
+
+    inputs = [np.random.default_rng(0).normal(size=(4, 4)).astype("float32")]
+    equality.check(make, inputs, _segmented(asked), "eager")
+
+
+@pytest.mark.parametrize("method", ["call", "stateless_call"])
+def test_without_a_call_context(method):
+    """`call` alone: each layer's call is then Keras' outermost one."""
+    x = model_zoo.inputs_of("nested")
+    results = []
+    for wrap in (lambda model: model, _segmented("all")):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(1)
+        model = wrap(model_zoo.make("nested"))
+        if method == "call":
+            y = model.call(x, training=True)
+            state = [v.numpy() for v in model.variables]
+        else:
+            y, state = model.stateless_call(
+                [v.value for v in model.trainable_variables],
+                [v.value for v in model.non_trainable_variables],
+                x,
+                training=True,
+            )
+        results.append([y, *state])
+    for plain, ours in zip(*results, strict=True):
+        np.testing.assert_array_equal(plain, ours)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", ["nested", "residual", "attention"])
+def test_mixed_precision(policy, name):
+    keras.config.set_dtype_policy(policy)
+    _check(name, "all", "eager")
+
+
+def test_a_nested_model_with_its_own_dtype_policy():
+    def make(wrap):
+        inputs = keras.Input((4,))
+        x = layers.Dense(4, dtype="float32")(inputs)
+        within = keras.Input((4,), dtype="bfloat16")
+        core = keras.Model(
+            within, layers.Dense(4, dtype="mixed_bfloat16")(within)
+        )
+        core.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+        x = layers.Dense(4)(core(x))
+        model = keras.Model(inputs, x)
+        wrapped = wrap(model)
+        return equality.Subject(wrapped, model.variables)
+
+    inputs = [np.ones((2, 4), "float32")]
+    equality.check(make, inputs, _segmented("all"), "eager")
+
+
+# -- The order of recomputation --------------------------------------------
+
+
+class _Logs(layers.Layer):
+    """Writes its name down whenever it is called, and computes something."""
+
+    log: list = []  # noqa: RUF012
+
+    def call(self, x):
+        if tf.executing_eagerly():
+            self.log.append(self.name)
+        return keras.ops.tanh(x)
+
+
+def _logging_chain(count):
+    x = inputs = keras.Input((2,))
+    for i in range(count):
+        x = _Logs(name=str(i))(x)
+    return keras.Model(inputs, x)
+
+
+def _logged(model, x=None):
+    """Returns names called in the forward and in the backward pass."""
+    x = tf.ones([1, 2]) if x is None else x
+    _Logs.log.clear()
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = model(x)
+    forward = " ".join(_Logs.log)
+    _Logs.log.clear()
+    tape.gradient(y, x)
+    return forward, " ".join(_Logs.log)
+
+
+@pytest.mark.parametrize(
+    ("asked", "backward"),
+    [
+        (None, ""),
+        (1, ""),
+        (2, "0 1 2 3"),
+        (4, "4 5 2 3 0 1"),
+        (8, "6 5 4 3 2 1 0"),
+        (["1", "6"], "2 3 4 5 6 0 1"),
+        ("sqrt", "3 4 5 0 1 2"),
+    ],
+)
+def test_order_of_recomputation(asked, backward):
+    model = SegmentedModel.from_model(_logging_chain(8), plan=asked)
+    assert _logged(model) == ("0 1 2 3 4 5 6 7", backward)
+
+
+def test_a_given_plan_says_what_is_recomputed():
+    given = plan.Plan(
+        (
+            plan.Segment(("0", "1"), recomputed=False),
+            plan.Segment(("2",)),
+            plan.Segment(("3",)),
+        )
+    )
+    model = SegmentedModel.from_model(_logging_chain(4), plan=given)
+    assert model.plan == given
+    assert _logged(model)[1] == "3 2"
+
+
+def test_inside_another_model_the_last_segment_is_recomputed():
+    inner = SegmentedModel.from_model(_logging_chain(4), plan=2)
+    inputs = keras.Input((2,))
+    outer = keras.Model(inputs, layers.Identity()(inner(inputs)))
+    assert _logged(outer) == ("0 1 2 3", "2 3 0 1")
+    assert _logged(inner) == ("0 1 2 3", "0 1")
+    assert _logged(keras.Sequential([inner, layers.Identity()]))[1] == "2 3 0 1"
+
+
+def test_nothing_is_recomputed_when_nothing_records():
+    model = SegmentedModel.from_model(_logging_chain(4), plan=2)
+    _Logs.log.clear()
+    model(tf.ones([1, 2]))
+    assert " ".join(_Logs.log) == "0 1 2 3"
+
+
+def test_what_a_segment_does_not_use_passes_it_by():
+    """In segment "2 3" nothing of the skip is an argument or output."""
+    x = inputs = keras.Input((2,))
+    x = early = _Logs(name="0")(x)
+    for i in range(1, 4):
+        x = _Logs(name=str(i))(x)
+    model = keras.Model(inputs, x + early)
+    segmented = SegmentedModel.from_model(model, plan=["0", "1", "2", "3"])
+    parts = segmented._segmentation._parts
+    assert [len(part.arguments) for part in parts] == [1, 1, 1, 1, 2]
+    # "1" reads the skip too: it goes through.
+    assert [len(part.outputs) for part in parts] == [1, 2, 1, 1, 1]
+    assert _logged(segmented)[1] == "3 2 1 0"
+
+
+# -- Training through fit ---------------------------------------------------
+
+
+def _fit(make, wrap, steps=20, **compile_arguments):
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(3)
+    equality.exact_graphs()
+    model = wrap(make())
+    model.compile(optimizer=keras.optimizers.Adam(0.01), **compile_arguments)
+    x = np.random.default_rng(1).normal(size=(8 * steps, 6, 6, 3))
+    y = np.random.default_rng(2).integers(0, 3, 8 * steps)
+    history = model.fit(x, y, batch_size=8, epochs=1, verbose=0)
+    return model, history.history["loss"]
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_twenty_steps_of_fit(run_eagerly):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    results = [
+        _fit(
+            model_zoo.residual,
+            wrap,
+            loss=loss,
+            run_eagerly=run_eagerly,
+            metrics=["accuracy"],
+        )
+        for wrap in (lambda model: model, _segmented("sqrt"))
+    ]
+    (plain, plain_loss), (ours, our_loss) = results
+    assert plain_loss == our_loss
+    for a, b in zip(plain.variables, ours.variables, strict=True):
+        np.testing.assert_array_equal(a, b, a.path)
+    for a, b in zip(
+        plain.optimizer.variables, ours.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(a, b, a.path)
+
+
+def test_twenty_steps_of_fit_under_xla():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    losses = [
+        _fit(model_zoo.residual, wrap, loss=loss, jit_compile=True)[1]
+        for wrap in (lambda model: model, _segmented("sqrt"))
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+def test_trainable_toggles():
+    """Weights get gradients exactly when they are trainable."""
+    model = model_zoo.make("chain")
+    ours = SegmentedModel.from_model(model, plan=3)
+    x = model_zoo.inputs_of("chain")
+    for frozen in (["dense_0", "dense_1"], ["head"], []):
+        for layer in ours.layers:
+            layer.trainable = layer.name not in frozen
+        before = {v.path: v.numpy() for v in ours.variables}
+        ours.compile("sgd", "mse")
+        ours.fit(x, np.ones((4, 3)), verbose=0)
+        for v in ours.trainable_variables:
+            assert np.any(v.numpy() != before[v.path]), v.path
+        for name in frozen:
+            for v in ours.get_layer(name).variables:
+                np.testing.assert_array_equal(v, before[v.path])
+
+
+def _ops(function, *args):
+    """Counts operations in a traced function and those that it calls."""
+    found = {}
+    todo = [function.get_concrete_function(*args).graph.as_graph_def()]
+    for nodes in (
+        [node for graph_def in todo for node in graph_def.node],
+        [
+            node
+            for graph_def in todo
+            for each in graph_def.library.function
+            for node in each.node_def
+        ],
+    ):
+        for node in nodes:
+            if node.op not in ("Identity", "NoOp"):
+                found[node.op] = found.get(node.op, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("step", ["test_step", "predict_step"])
+@pytest.mark.parametrize("name", ["residual", "nested"])
+def test_no_extra_ops_where_nothing_is_trained(step, name):
+    x = tf.convert_to_tensor(model_zoo.inputs_of(name))
+    counts = []
+    for wrap in (lambda model: model, _segmented("all")):
+        model = wrap(model_zoo.make(name))
+        model.compile("sgd", "mse")
+        y = model(x)
+        model.evaluate(x, y, verbose=0)
+        function = tf.function(getattr(model, step), autograph=False)
+        counts.append(_ops(function, (x, y)))
+    assert counts[0] == counts[1]
+
+
+# -- from_model --------------------------------------------------------------
+
+
+def _compiled(name="chain"):
+    model = model_zoo.make(name)
+    model.compile(
+        optimizer=keras.optimizers.Adam(0.02),
+        loss="mse",
+        metrics=["mae"],
+        run_eagerly=True,
+    )
+    return model
+
+
+def test_from_model_shares_and_keeps():
+    model = _compiled()
+    model.get_layer("dense_0").trainable = False
+    x, y = model_zoo.inputs_of("chain"), np.ones((4, 3))
+    model.fit(x, y, verbose=0)
+    ours = SegmentedModel.from_model(model, plan=3)
+    assert ours.name == model.name
+    assert ours.layers == model.layers
+    assert list(map(id, ours.variables)) == list(map(id, model.variables))
+    assert ours.optimizer is model.optimizer
+    assert ours.loss == "mse"
+    assert ours.run_eagerly
+    assert ours.dtype_policy == model.dtype_policy
+    assert not ours.get_layer("dense_0").trainable
+    assert ours.get_layer("dense_1").trainable
+    ours.fit(x, y, verbose=0)
+    assert model.optimizer.iterations == 2
+    assert set(ours.evaluate(x, y, verbose=0, return_dict=True)) == {
+        "loss",
+        "mae",
+    }
+    # The original still works, on the same weights.
+    np.testing.assert_array_equal(model.predict(x, verbose=0), ours(x))
+
+
+def test_from_model_keeps_trainable_and_policy():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = _compiled()
+    model.trainable = False
+    keras.config.set_dtype_policy("float32")
+    model.get_layer("head").trainable = True
+    ours = SegmentedModel.from_model(model)
+    assert not ours.trainable
+    assert model.get_layer("head").trainable
+    assert ours.dtype_policy.name == "mixed_float16"
+    # Scaled once, and by the same object.
+    assert ours.optimizer is model.optimizer
+    assert not isinstance(
+        ours.optimizer.inner_optimizer, keras.optimizers.LossScaleOptimizer
+    )
+
+
+def test_from_model_replans():
+    first = SegmentedModel.from_model(_logging_chain(4), plan=2)
+    second = SegmentedModel.from_model(first, plan=4)
+    assert len(second.plan.segments) == 4
+    assert len(first.plan.segments) == 2
+    assert SegmentedModel.from_model(first, plan=None).plan is None
+
+
+class _Task(keras.Model):
+    """As a KerasHub task: a Functional with methods of its own."""
+
+    def __init__(self, units, **kwargs):
+        inputs = keras.Input((2,))
+        super().__init__(inputs, layers.Dense(units)(inputs), **kwargs)
+        self.units = units
+
+    @property
+    def backbone(self):
+        return self.layers[0]
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+    def get_config(self):
+        return {"units": self.units}
+
+
+class _SegmentedTask(SegmentedModel):
+    backbone = _Task.backbone
+
+    def train_step(self, data):
+        return {"stepped": 1.0, **super().train_step(data)}
+
+
+def test_methods_are_not_lost():
+    model = _Task(3, name="task")
+    with pytest.raises(TypeError) as caught:
+        SegmentedModel.from_model(model)
+    for part in ("'task'", "_Task", "backbone, train_step", "Recompute"):
+        assert part in str(caught.value)
+    ours = _SegmentedTask.from_model(model, plan=1)
+    assert ours.backbone is model.backbone
+    ours.compile("sgd", "mse")
+    history = ours.fit(np.ones((4, 2)), np.ones((4, 3)), verbose=0)
+    assert history.history["stepped"] == [1.0]
+    # A class that only says how it is made has nothing to lose.
+
+    class OnlyMade(_Task):
+        pass
+
+    OnlyMade.__bases__ = (keras.Model,)
+    plain = keras.Model(model.input, model.output)
+    SegmentedModel.from_model(plain)
+
+
+def _unbuilt():
+    return keras.Sequential([layers.Dense(2)], name="seq")
+
+
+class _Subclassed(keras.Model):
+    def call(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "parts"),
+    [
+        (
+            lambda: _Subclassed(name="sub"),
+            TypeError,
+            ["'sub'", "_Subclassed", "tfckpt.Recompute"],
+        ),
+        (_unbuilt, ValueError, ["'seq'", "not built", "input_shape"]),
+        (lambda: layers.Dense(1), TypeError, ["Dense", "tfckpt.Recompute"]),
+        (lambda: "model", TypeError, ["'model'", "keras.Model"]),
+    ],
+)
+def test_from_model_refuses(make, error, parts):
+    with pytest.raises(error) as caught:
+        SegmentedModel.from_model(make())
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_from_model_refuses_what_hangs_beside_the_graph():
+    model = model_zoo.make("chain")
+    model.extra = layers.Dense(2, name="beside")
+    with pytest.raises(TypeError, match="would lose: beside"):
+        SegmentedModel.from_model(model)
+    model = model_zoo.make("chain")
+    model.call = lambda x, training=None, mask=None: x
+    with pytest.raises(TypeError, match="would lose: call"):
+        SegmentedModel.from_model(model)
+
+
+def test_unbuilt_sequential_with_input_shape():
+    ours = SegmentedModel.from_model(_unbuilt(), input_shape=(None, 4))
+    assert ours(np.ones((3, 4), "float32")).shape == (3, 2)
+
+
+def test_the_constructor():
+    x = keras.Input((3,))
+    y = layers.Dense(2)(layers.Dense(3)(x))
+    assert len(SegmentedModel(x, y, plan=2).plan.segments) == 2
+    assert SegmentedModel(inputs=x, outputs=y, name="n").name == "n"
+    assert not SegmentedModel(x, y, trainable=False).trainable
+    with pytest.raises(TypeError, match="from_model"):
+        SegmentedModel()
+    with pytest.raises(TypeError, match="from_model"):
+        SegmentedModel(keras.Model(x, y))
+
+
+# -- Plans -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts"),
+    [
+        (0, ["0", "None"]),
+        (-1, ["-1"]),
+        (99, ["99", "15 calls"]),
+        (True, ["True", "bool"]),
+        (2.5, ["2.5", "float"]),
+        ("sqr", ["'sqr'", "sqrt"]),
+        ("dense_1", ["Did you mean ['dense_1']"]),
+        (["dense_99"], ["'dense_99'", "Near matches: dense_"]),
+        (plan.uniform(["a", "b"], 2), ["another model", "'a'", "2 calls"]),
+        (
+            plan.Plan((plan.Segment(("dense_0",), kept=("dense_0",)),)),
+            ["another model"],
+        ),
+    ],
+)
+def test_plans_that_cannot_be(asked, parts):
+    with pytest.raises(plan.PlanError) as caught:
+        SegmentedModel.from_model(model_zoo.make("chain"), plan=asked)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_kept_calls_are_refused_until_they_are_kept():
+    given = plan.Plan((plan.Segment(("0", "1"), kept=("0",)),))
+    with pytest.raises(plan.PlanError, match="kept"):
+        SegmentedModel.from_model(_logging_chain(2), plan=given)
+
+
+def test_plan_is_settled_at_the_first_batch():
+    inputs = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(9, 4)(inputs)
+    for _ in range(4):
+        x = layers.Dense(4, activation="tanh")(x)
+    model = keras.Model(inputs, layers.GlobalAveragePooling1D()(x))
+    ours = SegmentedModel.from_model(model)
+    assert isinstance(ours.plan, plan.Unsettled)
+    assert "embedding" in str(ours.plan)
+    assert "input_shape" in str(ours.plan)
+    ours(np.ones((2, 7), "int32"))
+    assert isinstance(ours.plan, plan.Plan)
+    assert ours.plan.segments[0].boundary_bytes == 2 * 7 * 4 * 4
+    earlier = SegmentedModel.from_model(model, input_shape=(2, 7))
+    assert earlier.plan == ours.plan
+    # Unknown sizes in a trace settle it too.
+    traced = SegmentedModel.from_model(model)
+    tf.function(lambda x: traced(x)).get_concrete_function(
+        tf.TensorSpec([None, None], "int32")
+    )
+    assert traced.plan == ours.plan
+    with pytest.raises(plan.PlanError, match="batch dimension"):
+        SegmentedModel.from_model(model, input_shape=(7,))
+    with pytest.raises(plan.PlanError, match="batch dimension"):
+        SegmentedModel.from_model(model, input_shape=[(2, 7), (2, 7)])
+
+
+def test_plan_of_a_deep_network_prefers_cheap_cuts():
+    """At the cuts of a residual network one tensor is alive."""
+    x = inputs = keras.Input((8, 8, 3))
+    x = layers.Conv2D(4, 3, padding="same")(x)
+    for _ in range(8):
+        y = layers.Conv2D(4, 3, padding="same")(x)
+        y = layers.Activation("relu")(y)
+        y = layers.Conv2D(4, 3, padding="same")(y)
+        x = layers.Add()([x, y])
+    ours = SegmentedModel.from_model(keras.Model(inputs, x))
+    assert len(ours.plan.segments) == 6
+    assert {len(s.boundary) for s in ours.plan.segments} == {1}
+
+
+def test_application():
+    """A whole network from keras.applications, in structure and gradient."""
+    model = keras.applications.MobileNetV2(
+        (32, 32, 3), weights=None, classes=2, alpha=0.35
+    )
+    ours = SegmentedModel.from_model(model)
+    assert 8 < len(ours.plan.segments) < 16
+    x = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype("float32")
+    gradients = []
+    for each in (model, ours):
+        with tf.GradientTape() as tape:
+            y = each(x, training=True)
+        gradients.append(tape.gradient(y, model.trainable_variables))
+    for a, b in zip(*gradients, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# -- Files, copies -----------------------------------------------------------
+
+
+def _plans_for(model):
+    paths = graph.read(model).paths
+    return [
+        None,
+        "sqrt",
+        3,
+        [paths[1], paths[3]],
+        plan.uniform(paths, 2),
+    ]
+
+
+def _same(a, b):
+    """Holds that two models have one plan and one function."""
+    assert type(a) is type(b)
+    assert a.plan == b.plan
+    assert a.get_config()["plan"] == b.get_config()["plan"]
+
+
+def _sequential():
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(4, activation="tanh"),
+            keras.Sequential(
+                [layers.Dense(4), layers.BatchNormalization()], name="inner"
+            ),
+            layers.Dropout(0.2, seed=1),
+            layers.Dense(3),
+        ]
+    )
+
+
+def _nested():
+    """Models in models; Keras can't load one that stands in two others."""
+    within = keras.Input((6,))
+    x = layers.Dense(6, activation="tanh", name="one")(within)
+    core = keras.Model(within, layers.Add()([x, within]), name="core")
+    within = keras.Input((6,))
+    x = layers.BatchNormalization(name="norm")(core(core(within)))
+    backbone = keras.Model(within, [x, layers.Dense(6)(x)], name="backbone")
+    inputs = keras.Input((6,))
+    x, y = backbone(_sequential()(inputs) @ np.ones((3, 6), "float32"))
+    return keras.Model(inputs, layers.Dense(2)(layers.Add()([x, y])))
+
+
+_MAKERS = {
+    "nested": (_nested, "nested"),
+    "dictionaries": (model_zoo.dictionaries, "dictionaries"),
+    "shared": (model_zoo.shared, "shared"),
+    "sequential": (_sequential, "chain"),
+}
+
+
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("name", _MAKERS)
+def test_save_and_load(name, which, tmp_path):
+    make, inputs = _MAKERS[name]
+    model = make()
+    x = model_zoo.inputs_of(inputs)
+    ours = SegmentedModel.from_model(model, plan=_plans_for(model)[which])
+    ours.compile("adam", "mse")
+    ours.fit(x, ours(x), verbose=0)
+    ours.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    _same(loaded, ours)
+    assert loaded.optimizer.iterations == 1
+    keras.tree.map_structure(np.testing.assert_array_equal, loaded(x), ours(x))
+    _same(SegmentedModel.from_config(ours.get_config()), ours)
+    _same(keras.models.model_from_json(ours.to_json()), ours)
+
+
+@pytest.mark.parametrize("name", _MAKERS)
+def test_weights_load_both_ways(name, tmp_path):
+    make, inputs = _MAKERS[name]
+    x = model_zoo.inputs_of(inputs)
+    plain, other = make(), make()
+    ours = SegmentedModel.from_model(other, plan=2)
+    path = tmp_path / "model.weights.h5"
+    plain.save_weights(path)
+    ours.load_weights(path)
+    keras.tree.map_structure(np.testing.assert_array_equal, ours(x), plain(x))
+    for v in ours.trainable_variables:
+        v.assign(v + 1.0)
+    ours.save_weights(path)
+    plain.load_weights(path)
+    keras.tree.map_structure(np.testing.assert_array_equal, ours(x), plain(x))
+    assert [v.path for v in other.variables] == [v.path for v in ours.variables]
+
+
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_clone_model_keeps_the_plan(which, compiled):
+    model = model_zoo.make("nested")
+    ours = SegmentedModel.from_model(model, plan=_plans_for(model)[which])
+    if compiled:
+        ours.compile("sgd", "mse")
+    clone = keras.models.clone_model(ours)
+    _same(clone, ours)
+    assert clone.compiled == compiled
+    assert clone.layers[1] is not ours.layers[1]
+    _same(keras.models.clone_model(ours, input_tensors=keras.Input((6,))), ours)
+    _same(
+        keras.models.clone_model(ours, clone_function=lambda layer: layer), ours
+    )
+    # A model made from a clone's tensors is not a clone.
+    again = SegmentedModel(clone.input, clone.output)
+    assert again.get_config()["plan"] == "sqrt"
+    # As a part of another model.
+    inputs = keras.Input((6,))
+    outer = keras.Model(inputs, ours(inputs))
+    for recursive in (False, True):
+        copy = keras.models.clone_model(outer, recursive=recursive)
+        _same(copy.layers[-1], ours)
+    assert SegmentedModel(outer.input, outer.output).plan.calls == (ours.name,)
+
+
+@keras.saving.register_keras_serializable(package="segmented_model_test")
+class _OwnStep(SegmentedModel):
+    def train_step(self, data):
+        return {"own": 1.0, **super().train_step(data)}
+
+
+def test_a_subclass_with_its_own_step(tmp_path):
+    ours = _OwnStep.from_model(model_zoo.make("chain"), plan=3)
+    ours.compile("sgd", "mse")
+    ours.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    _same(loaded, ours)
+    _same(keras.models.clone_model(ours), ours)
+    x = model_zoo.inputs_of("chain")
+    for each in (ours, loaded):
+        assert "own" in each.fit(x, np.ones((4, 3)), verbose=0).history
+
+
+def test_export(tmp_path):
+    ours = SegmentedModel.from_model(model_zoo.make("nested"), plan="sqrt")
+    x = model_zoo.inputs_of("nested")
+    ours.export(tmp_path / "exported", verbose=False)
+    exported = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(exported.serve(x), ours(x), rtol=1e-5)
+
+
+def test_everything_else_is_as_in_a_plain_model():
+    model = model_zoo.make("nested")
+    ours = SegmentedModel.from_model(model)
+    assert ours.get_layer("backbone") is model.get_layer("backbone")
+    assert ours.count_params() == model.count_params()
+    assert ours.input_shape == model.input_shape
+    assert ours.output_shape == model.output_shape
+    texts = []
+    for each in (model, ours):
+        each.summary(print_fn=lambda text, **_: texts.append(text))
+    assert len(texts) == 2
+    assert texts[0] == texts[1]
+
+
+def test_callbacks_and_restored_state(tmp_path):
+    ours = SegmentedModel.from_model(_compiled(), plan=3)
+    x, y = model_zoo.inputs_of("chain"), np.ones((4, 3))
+    path = tmp_path / "{epoch}.keras"
+    ours.fit(
+        x,
+        y,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.ModelCheckpoint(path),
+            keras.callbacks.EarlyStopping("loss", patience=5),
+        ],
+    )
+    loaded = keras.models.load_model(tmp_path / "1.keras")
+    assert loaded.optimizer.iterations == 1
+    loaded.fit(x, y, shuffle=False, verbose=0)
+    for a, b in zip(loaded.variables, ours.variables, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_symbolic_calls():
+    ours = SegmentedModel.from_model(model_zoo.make("nested"))
+    assert ours.compute_output_shape((None, 6)) == (None, 2)
+    inputs = keras.Input((6,))
+    assert ours(inputs).shape == (None, 2)
+
+
+def test_wrong_inputs_are_refused_as_in_the_plain_model():
+    model = model_zoo.make("dictionaries")
+    ours = SegmentedModel.from_model(model)
+    for each in (model, ours):
+        with pytest.raises(ValueError):
+            each({"a": np.ones((2, 4)), "b": np.ones((2, 7))})
+
+
+def test_a_layer_that_declares_another_dtype_than_it_returns():
+    class Liar(layers.Layer):
+        def call(self, x):
+            return keras.ops.cast(x, "int32")
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    within = keras.Input((3,))
+    core = keras.Model(within, layers.Dense(3)(within), name="core")
+    x = keras.Input((3,))
+    model = keras.Model(x, core(Liar()(x)))
+    ours = SegmentedModel.from_model(model, plan=2)
+    with pytest.raises(ValueError, match="'core'.*int32.*compute_output_spec"):
+        ours(np.ones((2, 3), "float32"))
+
+
+def test_an_error_in_a_nested_model_leaves_no_context_behind():
+    class Fails(layers.Layer):
+        def call(self, x):
+            if not isinstance(x, keras.KerasTensor) and tf.is_tensor(x):
+                raise RuntimeError("on purpose")
+            return x
+
+        def compute_output_spec(self, x):
+            return keras.KerasTensor(x.shape, x.dtype)
+
+    within = keras.Input((3,))
+    core = keras.Model(within, Fails()(within), name="core")
+    x = keras.Input((3,))
+    ours = SegmentedModel.from_model(keras.Model(x, core(x)), plan=1)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        ours.call(np.ones((2, 3), "float32"))
+    assert layers.Dropout(0.5)(np.ones(2)).shape == (2,)
+    assert (
+        _logged(SegmentedModel.from_model(_logging_chain(2), plan=2))[1] == "0"
+    )
