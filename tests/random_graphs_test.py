@@ -165,7 +165,9 @@ class _Builder:
         if kind == "loss":
             return [AddsLoss()(x)]
         if kind == "split":
-            parts = keras.ops.split(keras.ops.concatenate([x, y]), [2], axis=-1)
+            parts = keras.ops.split(
+                keras.ops.concatenate([x, y], axis=-1), [2], axis=-1
+            )
             return [layers.Add()([self._dense()(part) for part in parts])]
         if kind == "stop":
             return [keras.ops.stop_gradient(x)]

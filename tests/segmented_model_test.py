@@ -803,10 +803,16 @@ def test_callbacks_and_restored_state(tmp_path):
             keras.callbacks.EarlyStopping("loss", patience=5),
         ],
     )
-    loaded = keras.models.load_model(tmp_path / "1.keras")
-    assert loaded.optimizer.iterations == 1
-    loaded.fit(x, y, shuffle=False, verbose=0)
-    for a, b in zip(loaded.variables, ours.variables, strict=True):
+    assert (
+        keras.models.load_model(tmp_path / "1.keras").optimizer.iterations == 1
+    )
+    # Keras doesn't save the state of the dropouts' seeds.
+    loaded = keras.models.load_model(tmp_path / "2.keras")
+    for a, b in zip(
+        loaded.trainable_variables + loaded.optimizer.variables,
+        ours.trainable_variables + ours.optimizer.variables,
+        strict=True,
+    ):
         np.testing.assert_array_equal(a, b)
 
 

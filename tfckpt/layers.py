@@ -74,6 +74,7 @@ class Recompute:
                 "that scope."
             )
         layer.__class__ = _recomputing_class(type(layer))
+        layer.quantize = functools.partial(_quantize, layer, layer.quantize)
         return layer
 
     def __init__(self, layer: keras.Layer):
@@ -117,6 +118,12 @@ def _as_plain(layer: keras.Layer) -> Iterator[None]:
         yield
     finally:
         layer.__class__ = recomputing
+
+
+def _quantize(layer: keras.Layer, quantize, *args: Any, **kwargs: Any) -> None:
+    """Keras quantizes its own classes, but no subclass of them."""
+    with _as_plain(layer):
+        quantize(*args, **kwargs)
 
 
 @functools.cache

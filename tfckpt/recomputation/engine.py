@@ -251,7 +251,7 @@ class _Recomputation:
                 result = self._call(inputs)
             if not switch.was_asked():
                 self._observed.compare(observer)
-        results = arguments.Structure(result).tensors + scope.losses
+        results = arguments.Structure(result).tensors + scope.layer_losses
         self._check(results)
         asked = [i for i in sorted(used) if self._watched[i]]
         with scope.closed():

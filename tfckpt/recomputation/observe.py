@@ -9,6 +9,7 @@ the last are refused: a second run would draw others.
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,9 +18,6 @@ import tensorflow as tf
 
 from tfckpt import _compat
 from tfckpt.recomputation import arguments, errors
-
-# Ops inside this name scope belong to tfckpt, not to the function.
-READ_SCOPE = "tfckpt_read"
 
 _RANDOM = frozenset(
     [
@@ -76,6 +74,16 @@ def _fingerprint(value: np.ndarray) -> tuple[Any, ...]:
     return value.dtype.name, value.shape, hash(value.tobytes())
 
 
+def _names(attrs: Iterable[Any]) -> Iterator[str]:
+    """The strings and function names among the attributes of an op."""
+    for attr in attrs:
+        if isinstance(attr, (str, bytes)):
+            yield _text(attr)
+        elif isinstance(attr, tf.compat.v1.AttrValue):
+            yield attr.func.name
+            yield from (function.name for function in attr.list.func)
+
+
 def _text(name: str | bytes) -> str:
     return name.decode(errors="replace") if isinstance(name, bytes) else name
 
@@ -103,18 +111,35 @@ class Observer:
         self._ops = []  # types, in order
         self._constants = set()  # numbers made outside of TensorFlow
         self._paused = False
+        self._graph = None
+        self._thread = None
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Takes note of the ops that run, or are put into the graph, here."""
-        if tf.executing_eagerly():
-            with _compat.observed_ops(self._eager):
-                yield
-        else:
-            graph = tf.compat.v1.get_default_graph()
-            start = len(graph.get_operations())
+        """Takes note of the ops that run, or are put into the graph, here.
+
+        Only of those of this thread: replicas build one graph together, and
+        share their list of callbacks.
+        """
+        self._thread = threading.get_ident()
+        start = 0
+        if not tf.executing_eagerly():
+            self._graph = tf.compat.v1.get_default_graph()
+            start = len(self._graph.get_operations())
+        with _compat.observed_ops(self._callback):
             yield
-            self._graph(graph.get_operations()[start:])
+        if self._graph is not None:
+            # TensorFlow reports every op but calls of functions.
+            for op in self._graph.get_operations()[start:]:
+                if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+                    self._note(
+                        op.type,
+                        op.inputs,
+                        [op.node_def.attr["f"]],
+                        op.outputs,
+                        op.name,
+                        self._graph,
+                    )
         self._produced.clear()
 
     def compare(self, replay: "Observer") -> None:
@@ -147,8 +172,7 @@ class Observer:
         """While tfckpt itself runs ops in between."""
         paused, self._paused = self._paused, True
         try:
-            with tf.name_scope(READ_SCOPE):
-                yield
+            yield
         finally:
             self._paused = paused
 
@@ -186,40 +210,34 @@ class Observer:
             found.append(RawVariable(self._label, handle))
         return found
 
-    def _eager(self, op_type, inputs, attrs, outputs, op_name=None, graph=None):
-        """The callback for `_compat.observed_ops`."""
-        del op_name
-        if graph is None and not self._paused:
-            op_type = _text(op_type)
-            names = [_text(x) for x in attrs if isinstance(x, (str, bytes))]
-            self._note(op_type, inputs, outputs, [op_type, *names])
+    def _callback(
+        self, op_type, inputs, attrs, outputs, op_name=None, graph=None
+    ):
+        """For `_compat.observed_ops`: called after each op."""
+        if threading.get_ident() == self._thread:
+            self._note(op_type, inputs, attrs, outputs, op_name, graph)
+        return outputs  # for the callback of the next observer
 
-    def _graph(self, operations: Iterable[tf.Operation]) -> None:
-        """Reads the ops that the forward pass put into a graph."""
-        for op in operations:
-            if READ_SCOPE in op.name:
-                self._produced.update(map(_key, op.outputs))
-                continue
-            if op.type == "Const" and arguments.is_differentiable(
-                op.outputs[0]
-            ):
-                value = tf.make_ndarray(op.get_attr("value"))
-                self._constants.add(_fingerprint(value))
-            functions = []
-            for attr in op.node_def.attr.values():
-                functions.append(attr.func.name)
-                functions.extend(f.name for f in attr.list.func)
-            self._note(op.type, op.inputs, op.outputs, functions, op.name)
-
-    def _note(self, op_type, inputs, outputs, functions, name=""):
-        self._refuse(op_type, name)
+    def _note(self, op_type, inputs, attrs, outputs, op_name, graph):
+        outputs = [x for x in outputs or () if isinstance(x, tf.Tensor)]
+        if self._paused:
+            self._produced.update(map(_key, outputs))
+            return
+        op_type, op_name = _text(op_type), _text(op_name or "")
+        self._refuse(op_type, op_name)
+        if graph is not self._graph:
+            return  # the body of a loop or function, which is traced
         if op_type not in _BOOKKEEPING:
             self._ops.append(
                 "a tf.function" if op_type.startswith("__") else op_type
             )
+        if op_type == "Const" and arguments.is_differentiable(outputs[0]):
+            value = tf.make_ndarray(outputs[0].op.get_attr("value"))
+            self._constants.add(_fingerprint(value))
+        functions = [op_type, *_names(attrs or ())]
         for function in functions:
             for inner in _ops_of_function(function):
-                self._refuse(inner, name)
+                self._refuse(inner, op_name)
         for tensor in inputs:
             if not isinstance(tensor, tf.Tensor):
                 continue
@@ -236,9 +254,7 @@ class Observer:
                 if tf.executing_eagerly() and key not in self._external:
                     self._constants.add(_fingerprint(tensor.numpy()))
                 self._external.setdefault(key, tensor)
-        self._produced.update(
-            _key(tensor) for tensor in outputs if isinstance(tensor, tf.Tensor)
-        )
+        self._produced.update(map(_key, outputs))
 
     def _refuse(self, op_type: str, name: str) -> None:
         # In a graph the name of the op begins with the layer's path.

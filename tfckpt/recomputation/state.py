@@ -101,7 +101,7 @@ class ReplayScope(keras.StatelessScope):
         observer: takes note of the replay's ops.
 
     Attributes:
-        losses: from `add_loss`, in order.
+        layer_losses: from `add_loss`, in order.
     """
 
     def __init__(
@@ -122,17 +122,21 @@ class ReplayScope(keras.StatelessScope):
             self._waiting.setdefault(id(variable), []).append(position)
         self._last = {}
         self._closed = False
+        self.layer_losses = []
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """While the gradient is computed: nothing may be read any more."""
+        """While the gradient is computed: weights may not be read any more.
+
+        What never changes may (quantized layers read their kernel there).
+        """
         self._closed = True
         with self:
             yield
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         key = id(variable)
-        if self._closed:
+        if self._closed and (variable.trainable or key in self._assigned):
             raise errors.RecomputeError(
                 f"{self._label} reads the variable '{variable.path}' while "
                 "its gradient is computed: something inside recomputes on its "
@@ -157,6 +161,10 @@ class ReplayScope(keras.StatelessScope):
                 "tfckpt.is_recomputing)."
             )
         return self._last[key]
+
+    def add_loss(self, loss: tf.Tensor) -> None:
+        super().add_loss(loss)
+        self.layer_losses.append(loss)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         # What is assigned is cut off, as for a variable without scope.
