@@ -64,7 +64,8 @@ def train(subject: Subject, inputs, mode: str, steps: int = 2) -> list[Record]:
     exact_graphs()
     unconnected = []
     inputs = [
-        x if isinstance(x, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
+        x
+        if isinstance(x, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
         else tf.convert_to_tensor(x)
         for x in inputs
     ]
@@ -74,25 +75,28 @@ def train(subject: Subject, inputs, mode: str, steps: int = 2) -> list[Record]:
 
     def step(*inputs):
         watched = [
-            x for x in inputs
+            x
+            for x in inputs
             if isinstance(x, tf.Tensor) and (x.dtype.is_floating)
         ]
         with tf.GradientTape() as tape:
             tape.watch(watched)
             outputs = [
-                x for x in tf.nest.flatten(
+                x
+                for x in tf.nest.flatten(
                     subject.call(*inputs), expand_composites=True
-                ) if x is not None
+                )
+                if x is not None
             ]
             losses = [*map(_weighted_sum, outputs), *subject.losses()]
             loss = tf.add_n([tf.cast(x, "float64") for x in losses])
-        gradients = tape.gradient(
-            loss, [v.value for v in trainable] + watched
-        )
+        gradients = tape.gradient(loss, [v.value for v in trainable] + watched)
         unconnected[:] = [g is None for g in gradients]
-        return outputs, losses, [
-            tf.convert_to_tensor(g) for g in gradients if g is not None
-        ]
+        return (
+            outputs,
+            losses,
+            [tf.convert_to_tensor(g) for g in gradients if g is not None],
+        )
 
     step = compiled(step, mode)
     records = []
@@ -100,7 +104,7 @@ def train(subject: Subject, inputs, mode: str, steps: int = 2) -> list[Record]:
         outputs, losses, found = step(*inputs)
         found = iter([g.numpy() for g in found])
         gradients = [None if none else next(found) for none in unconnected]
-        for variable, gradient in zip(trainable, gradients):
+        for variable, gradient in zip(trainable, gradients, strict=False):
             if gradient is not None:
                 variable.assign_sub(
                     tf.cast(0.1 * gradient, variable.value.dtype)

@@ -94,8 +94,12 @@ LAYERS = {
     "Maximum": (L.Maximum, [VECTOR, 1 - VECTOR]),
     "MelSpectrogram": (
         lambda: L.MelSpectrogram(
-            fft_length=64, sequence_stride=32, sequence_length=64,
-            num_mel_bins=8, sampling_rate=1000, max_freq=400,
+            fft_length=64,
+            sequence_stride=32,
+            sequence_length=64,
+            num_mel_bins=8,
+            sampling_rate=1000,
+            max_freq=400,
         ),
         WAVE,
     ),
@@ -105,9 +109,7 @@ LAYERS = {
         [SEQUENCE, 2 * SEQUENCE],
     ),
     "Multiply": (L.Multiply, [VECTOR, 2 * VECTOR]),
-    "Normalization": (
-        lambda: L.Normalization(mean=0.5, variance=2.0), VECTOR
-    ),
+    "Normalization": (lambda: L.Normalization(mean=0.5, variance=2.0), VECTOR),
     "PReLU": (L.PReLU, VECTOR - 0.5),
     "Permute": (lambda: L.Permute((2, 1)), SEQUENCE),
     "RMSNormalization": (L.RMSNormalization, VECTOR),
@@ -194,21 +196,44 @@ EXEMPT = {
     "Pipeline": "a list of augmentations",
     **dict.fromkeys(
         [
-            "AugMix", "AutoContrast", "Equalization", "MixUp", "CutMix",
-            "ContrastLimitedAdaptiveHistogramEqualization", "RandAugment",
-            "RandomBrightness", "RandomColorDegeneration",
-            "RandomColorJitter", "RandomContrast", "RandomCrop",
-            "RandomElasticTransform", "RandomErasing", "RandomFlip",
-            "RandomGaussianBlur", "RandomGrayscale", "RandomHue",
-            "RandomInvert", "RandomPerspective", "RandomPosterization",
-            "RandomRotation", "RandomSaturation", "RandomSharpness",
-            "RandomShear", "RandomTranslation", "RandomZoom", "Solarization",
+            "AugMix",
+            "AutoContrast",
+            "Equalization",
+            "MixUp",
+            "CutMix",
+            "ContrastLimitedAdaptiveHistogramEqualization",
+            "RandAugment",
+            "RandomBrightness",
+            "RandomColorDegeneration",
+            "RandomColorJitter",
+            "RandomContrast",
+            "RandomCrop",
+            "RandomElasticTransform",
+            "RandomErasing",
+            "RandomFlip",
+            "RandomGaussianBlur",
+            "RandomGrayscale",
+            "RandomHue",
+            "RandomInvert",
+            "RandomPerspective",
+            "RandomPosterization",
+            "RandomRotation",
+            "RandomSaturation",
+            "RandomSharpness",
+            "RandomShear",
+            "RandomTranslation",
+            "RandomZoom",
+            "Solarization",
         ],
         _AUGMENTATION,
     ),
 }
 
-EPS = {"float32": 2.0**-23, "mixed_bfloat16": 2.0**-7, "mixed_float16": 2.0**-10}
+EPS = {
+    "float32": 2.0**-23,
+    "mixed_bfloat16": 2.0**-7,
+    "mixed_float16": 2.0**-10,
+}
 
 
 class Wrapped(L.Wrapper):
@@ -247,9 +272,10 @@ def _compare(name, mode, policy):
         def call(*inputs):
             if len(inputs) == 1:
                 return layer(inputs[0], **kwargs)
-            if merges or "value" not in inspect.signature(
-                layer.call
-            ).parameters:
+            if (
+                merges
+                or "value" not in inspect.signature(layer.call).parameters
+            ):
                 return layer(list(inputs), **kwargs)
             return layer(*inputs, **kwargs)
 

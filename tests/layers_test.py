@@ -30,9 +30,7 @@ def _model(wrap):
     x = wrap(L.Dense(8, activation="gelu"))(inputs)
     x = wrap(L.MultiHeadAttention(2, 4, dropout=0.1, seed=2))(x, x)
     x = wrap(
-        L.Bidirectional(
-            L.GRU(3, dropout=0.2, return_sequences=True, seed=3)
-        )
+        L.Bidirectional(L.GRU(3, dropout=0.2, return_sequences=True, seed=3))
     )(x)
     x = L.TimeDistributed(wrap(L.Dense(5)))(x)
     x = wrap(
@@ -156,7 +154,9 @@ def test_loads_in_a_new_process(tmp_path):
     """
     found = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, check=True,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert found.stdout.strip() == "True"
 

@@ -98,7 +98,9 @@ def test_python_values_stay_python(mode):
 
     expected = _gradients(plain, [X], mode)
     actual = _gradients(call, [X], mode)
-    for e, a in zip(tf.nest.flatten(expected), tf.nest.flatten(actual)):
+    for e, a in zip(
+        tf.nest.flatten(expected), tf.nest.flatten(actual), strict=True
+    ):
         np.testing.assert_allclose(a, e, rtol=1e-6)
     assert all(
         types == [bool, str, int, float, type(None), bool] for types in seen
@@ -121,8 +123,15 @@ def test_python_values_stay_python(mode):
         lambda x, y: [],
     ],
     ids=[
-        "dict", "namedtuple", "identity", "same_twice", "none_and_python",
-        "integers", "stopped", "constant", "empty",
+        "dict",
+        "namedtuple",
+        "identity",
+        "same_twice",
+        "none_and_python",
+        "integers",
+        "stopped",
+        "constant",
+        "empty",
     ],
 )
 def test_results(fn, mode):
@@ -152,7 +161,9 @@ def test_structures_in(mode):
 
     expected = _gradients(plain, [X, Y], mode)
     actual = _gradients(fn, [X, Y], mode)
-    for e, a in zip(tf.nest.flatten(expected), tf.nest.flatten(actual)):
+    for e, a in zip(
+        tf.nest.flatten(expected), tf.nest.flatten(actual), strict=True
+    ):
         np.testing.assert_allclose(a, e, rtol=1e-6)
 
 
@@ -177,8 +188,17 @@ def test_same_tensor_twice(mode):
 
 @modes
 @pytest.mark.parametrize(
-    "dtype", ["bool", "int32", "int64", "uint8", "complex64", "float16",
-              "bfloat16", "float64"]
+    "dtype",
+    [
+        "bool",
+        "int32",
+        "int64",
+        "uint8",
+        "complex64",
+        "float16",
+        "bfloat16",
+        "float64",
+    ],
 )
 def test_dtypes(dtype, mode):
     other = tf.cast(tf.constant([[1, 0, 1]] * 4), dtype)
@@ -297,12 +317,15 @@ def test_raw_variable_in_a_loop(mode):
     weight = tf.Variable(Y)
 
     def fn(x):
-        return weight + tf.while_loop(
-            lambda i, x: i < 3,
-            lambda i, x: (i + 1, tf.tanh(x * weight)),
-            (0, x),
-            maximum_iterations=3,
-        )[1]
+        return (
+            weight
+            + tf.while_loop(
+                lambda i, x: i < 3,
+                lambda i, x: (i + 1, tf.tanh(x * weight)),
+                (0, x),
+                maximum_iterations=3,
+            )[1]
+        )
 
     _check(fn, [X], mode, of=[weight])
 
@@ -344,11 +367,13 @@ def test_none_stays_none(mode):
 
         return equality.Subject(call, [a, b])
 
-    records = equality.check(
-        make, [X, Y, X + 1.0], tfckpt.recompute, mode
-    )
+    records = equality.check(make, [X, Y, X + 1.0], tfckpt.recompute, mode)
     assert [g is None for g in records[0].gradients] == [
-        True, True, False, True, True,
+        True,
+        True,
+        False,
+        True,
+        True,
     ]
 
 
@@ -410,7 +435,9 @@ def test_persistent_tape_and_jacobian():
     def fn(x):
         return tf.tanh(x) ** 2, tf.reduce_sum(tf.sin(x), 0)
 
-    for e, a in zip(jacobians(fn), jacobians(tfckpt.recompute(fn))):
+    for e, a in zip(
+        jacobians(fn), jacobians(tfckpt.recompute(fn)), strict=True
+    ):
         np.testing.assert_allclose(a, e, rtol=1e-6)
 
 
@@ -558,8 +585,11 @@ def test_no_op_is_added_for_inference(step, tmp_path):
     counts = []
     for wrap in (lambda layer: layer, tfckpt.Recompute):
         model = keras.Sequential(
-            [keras.Input((3,)), wrap(keras.layers.Dense(3)),
-             wrap(keras.layers.BatchNormalization())]
+            [
+                keras.Input((3,)),
+                wrap(keras.layers.Dense(3)),
+                wrap(keras.layers.BatchNormalization()),
+            ]
         )
         model.compile(loss="mse", jit_compile=False)
         if step == "export":
@@ -635,8 +665,15 @@ def _generator():
             "RandomUniform",
         ),
     ],
-    ids=["uniform", "seeded", "dropout", "shuffle", "generator", "branch",
-         "function"],
+    ids=[
+        "uniform",
+        "seeded",
+        "dropout",
+        "shuffle",
+        "generator",
+        "branch",
+        "function",
+    ],
 )
 def test_random_state_that_is_not_keras_is_refused(draw, op, mode):
     _generator()
@@ -731,8 +768,11 @@ def test_weights_inside_a_function_in_eager_mode_are_refused():
     dense.build((None, 3))
     fn = tfckpt.recompute(tf.function(dense))
     np.testing.assert_array_equal(fn(X), dense(X))  # nothing records
-    with tf.GradientTape(), pytest.raises(
-        tfckpt.RecomputeError, match="tf.function that reads a variable"
+    with (
+        tf.GradientTape(),
+        pytest.raises(
+            tfckpt.RecomputeError, match="tf.function that reads a variable"
+        ),
     ):
         fn(X)
 
@@ -893,7 +933,7 @@ def test_threads_do_not_disturb_each_other():
                 with tf.GradientTape() as tape:
                     y = tf.reduce_sum(block(X + float(i)) ** 2)
                 results[i] = tape.gradient(y, dense.kernel.value)
-        except Exception as error:  # noqa: BLE001, reported below
+        except Exception as error:
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]

@@ -21,9 +21,7 @@ def _stack(*stack, training=True):
     def make(wrap):
         model = keras.Sequential([factory() for factory in stack])
         block = wrap(lambda x: model(x, training=training))
-        return equality.Subject(
-            block, _Later(model), lambda: model.losses
-        )
+        return equality.Subject(block, _Later(model), lambda: model.losses)
 
     return make
 
@@ -65,9 +63,7 @@ class OwnGenerator(layers.Layer):
         self.seeds = keras.random.SeedGenerator(7)
 
     def call(self, x):
-        return x + x * keras.random.normal(
-            keras.ops.shape(x), seed=self.seeds
-        )
+        return x + x * keras.random.normal(keras.ops.shape(x), seed=self.seeds)
 
 
 STACKS = {
@@ -101,7 +97,10 @@ STACKS = {
     "gru": (
         SEQUENCE,
         lambda: layers.GRU(
-            5, dropout=0.3, recurrent_dropout=0.3, seed=8,
+            5,
+            dropout=0.3,
+            recurrent_dropout=0.3,
+            seed=8,
             return_sequences=True,
         ),
         lambda: layers.LSTM(4, dropout=0.3, recurrent_dropout=0.2, seed=9),
@@ -141,7 +140,9 @@ def test_equals_plain(name, mode):
 
 
 @modes
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    "policy", ["mixed_bfloat16", "mixed_float16", "float64", "bfloat16"]
+)
 @pytest.mark.parametrize("name", ["dropout", "spatial", "losses"])
 def test_equals_plain_in_other_precisions(name, policy, mode):
     keras.config.set_dtype_policy(policy)
@@ -182,9 +183,7 @@ def test_nested(mode):
 
         inner.build((None, 6))
         norm.build((None, 6))
-        return equality.Subject(
-            wrap(outer), inner.variables + norm.variables
-        )
+        return equality.Subject(wrap(outer), inner.variables + norm.variables)
 
     equality.check(make, [X], tfckpt.recompute, mode, steps=3)
 
@@ -238,7 +237,8 @@ def test_mask_carried_by_the_argument(mode):
         first = layers.LSTM(4, return_sequences=True)
         second = layers.GRU(3)
         for layer, shape in (
-            (embedding, (None, 3)), (first, (None, 3, 6)),
+            (embedding, (None, 3)),
+            (first, (None, 3, 6)),
             (second, (None, 3, 4)),
         ):
             layer.build(shape)
@@ -262,9 +262,7 @@ def test_frozen_and_thawed(mode):
         second.build((None, 6))
         first.trainable = False
         block = wrap(lambda x: second(first(x)))
-        return equality.Subject(
-            block, first.variables + second.variables
-        )
+        return equality.Subject(block, first.variables + second.variables)
 
     equality.check(make, [X], tfckpt.recompute, mode)
 
@@ -325,9 +323,7 @@ def test_layer_is_built_at_the_first_call(mode):
         if mode != "eager":
             # As in `fit`, which builds first.
             block(tf.constant(inputs))
-        return equality.Subject(
-            wrap(block), _Variables(made)
-        )
+        return equality.Subject(wrap(block), _Variables(made))
 
     equality.check(make, [inputs], tfckpt.recompute, mode)
 

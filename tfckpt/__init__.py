@@ -1,17 +1,40 @@
-"""Exact gradient checkpointing for Keras 3 on TensorFlow."""
+"""Exact gradient checkpointing for Keras 3 on TensorFlow.
 
+A model trains in a fraction of its activation memory, at the price of about
+one more forward pass, with the same numbers: gradients, variables and random
+draws.
+"""
+
+import keras
+
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        "tfckpt works with TensorFlow, but Keras runs on "
+        f"{keras.backend.backend()!r}. Set the environment variable "
+        "KERAS_BACKEND=tensorflow before keras is imported."
+    )
+
+from tfckpt import memory
 from tfckpt.layers import Recompute
+from tfckpt.plan import Plan, PlanError
 from tfckpt.recomputation import (
     RecomputeError,
     is_recomputing,
     no_recompute,
     recompute,
 )
+from tfckpt.segmented_model import SegmentedModel
+
+__version__ = "0.1.0"
 
 __all__ = [
+    "Plan",
+    "PlanError",
     "Recompute",
     "RecomputeError",
+    "SegmentedModel",
     "is_recomputing",
+    "memory",
     "no_recompute",
     "recompute",
 ]

@@ -236,7 +236,9 @@ def ambient_state() -> dict[str, Any]:
 @contextlib.contextmanager
 def restored_ambient_state(state: dict[str, Any]) -> Iterator[None]:
     """Puts what `ambient_state` returned in place for a while."""
-    before = {name: global_state.get_global_attribute(name) for name in _AMBIENT}
+    before = {
+        name: global_state.get_global_attribute(name) for name in _AMBIENT
+    }
     _set_global_attributes(state)
     try:
         yield
@@ -262,7 +264,7 @@ def current_path() -> str:
 
 
 def in_symbolic_scope() -> bool:
-    """Whether Keras only infers shapes (its placeholders are no KerasTensor)."""
+    """Whether Keras only infers shapes (its placeholders are plain ones)."""
     return symbolic_scope.in_symbolic_scope()
 
 
@@ -297,8 +299,8 @@ def initialize_variables() -> None:
     differentiated needs the true values while it is in the scope.
     """
     scope = global_state.get_global_attribute("stateless_scope")
-    setattr(global_state.GLOBAL_STATE_TRACKER, "stateless_scope", None)
+    global_state.GLOBAL_STATE_TRACKER.stateless_scope = None
     try:
         variables.initialize_all_variables()
     finally:
-        setattr(global_state.GLOBAL_STATE_TRACKER, "stateless_scope", scope)
+        global_state.GLOBAL_STATE_TRACKER.stateless_scope = scope

@@ -22,9 +22,6 @@ import keras
 
 from tfckpt import _compat_graph as compat
 
-# Stands for an optional input that got None when the model was put together.
-NONE = -1
-
 _ITEM_BYTES = {
     "bool": 1,
     "bfloat16": 2,
@@ -117,7 +114,7 @@ class Call:
         ]
         steps.append((self.feeds, self.outputs))
         return tuple(
-            (tuple(dict.fromkeys(k for _, k in feeds if k != NONE)), made)
+            (tuple(dict.fromkeys(k for _, k in feeds)), made)
             for feeds, made in steps
         )
 
@@ -202,10 +199,9 @@ class Graph:
         for call in self.calls:
             for entry in call.entries:
                 self._infer_entry(entry, specs)
-            values = {i: value_of(specs, key) for i, key in call.feeds}
+            values = {i: specs[key] for i, key in call.feeds}
             if all(
-                values[id(x)] is not None and values[id(x)].shape == x.shape
-                for x in call.node.input_tensors
+                values[id(x)].shape == x.shape for x in call.node.input_tensors
             ):
                 continue
             try:
@@ -221,11 +217,11 @@ class Graph:
 
     def _infer_entry(self, entry: Entry, specs: list[Any]) -> None:
         # Ranks are adjusted, but sizes only pass where the ranks are equal.
-        given = [value_of(specs, key) for _, key in entry.feeds]
+        given = [specs[key] for _, key in entry.feeds]
         if len(given) != len(entry.outputs):
             return
         for x, key in zip(given, entry.outputs, strict=True):
-            if key is None or x is None:
+            if key is None:
                 continue
             if len(x.shape) == len(specs[key].shape):
                 specs[key] = keras.KerasTensor(x.shape, dtype=specs[key].dtype)
@@ -260,11 +256,6 @@ def is_float(spec: Any) -> bool:
     """Whether a tensor may have a gradient."""
     dtype = keras.backend.standardize_dtype(spec.dtype)
     return "float" in dtype or "complex" in dtype
-
-
-def value_of(values: Mapping[int, Any] | Sequence[Any], key: int) -> Any:
-    """Returns the value of a key, which `NONE` has as well."""
-    return None if key == NONE else values[key]
 
 
 def read(model: Any) -> Graph:
@@ -371,10 +362,7 @@ class _Reader:
         inner, outputs, expected = {}, [], {}
         for index, spec in enumerate(functional.inputs):
             x = flat[index] if in_order else None
-            if in_order and x is None:
-                inner[id(spec)] = NONE
-                outputs.append(None)
-            elif in_order and _goes_in_as_it_is(x, spec):
+            if in_order and _goes_in_as_it_is(x, spec):
                 inner[id(spec)] = known[id(x)]
                 expected[id(spec)] = (spec, path)
                 outputs.append(None)
@@ -427,7 +415,7 @@ def _flattened(node, known):
         return None
     given = args[0] if args else kwargs.get("inputs")
     leaves = keras.tree.flatten(given)
-    if not all(x is None or isinstance(x, keras.KerasTensor) for x in leaves):
+    if not all(isinstance(x, keras.KerasTensor) for x in leaves):
         return None
     if not compat.nodes_in_order(functional):
         return None

@@ -52,7 +52,7 @@ class Recompute:
     True
     """
 
-    def __new__(cls, layer: keras.Layer):
+    def __new__(cls, layer: keras.Layer):  # noqa: D102, see the class
         if cls is not Recompute:
             # A subclass made below; only ever made by changing the class.
             raise TypeError(

@@ -250,8 +250,7 @@ class Run:
 
 
 def _filled_in(node, feeds, values):
-    tensors = {i: graph_lib.value_of(values, key) for i, key in feeds}
-    return compat.fill_in(node, tensors)
+    return compat.fill_in(node, {i: values[key] for i, key in feeds})
 
 
 def _check_as_recorded(call, tensor, spec, path):

@@ -19,19 +19,21 @@ import traceback
 
 
 def _topology(request):
-    """Returns the devices to compile for, and loads their compiler."""
+    """Returns the devices to compile for, and loads their compiler.
+
+    JAX finds the compilers by itself. They are imported here only to say by
+    name which one is not installed.
+    """
     from jax.experimental import topologies
 
     if request["platform"] == "tpu":
-        import libtpu  # noqa: F401  # Says early that it is not installed.
+        import libtpu  # noqa: F401
 
         return topologies.get_topology_desc(
             platform="tpu", topology_name=request["topology"]
         )
-    import jax_plugins.xla_cuda12
+    import jax_plugins.xla_cuda12  # noqa: F401
 
-    # Registering is all that the plugin needs; no driver is looked for.
-    jax_plugins.xla_cuda12.initialize()
     return topologies.get_topology_desc(
         platform="cuda",
         topology_name=request["topology"],

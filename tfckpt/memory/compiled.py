@@ -5,8 +5,10 @@ for TPU and GPU run on any machine, so the figure of a device can be had
 without the device. TensorFlow lowers the step to StableHLO here, and JAX, as
 the one that hands out those compilers, compiles it.
 
-Not covered: what the runtime adds (fragmentation, collectives' buffers, the
-program's code), and steps that XLA can't compile.
+Not covered: what the runtime adds (fragmentation, the program's code, on a
+GPU the workspace of cuDNN and cuBLAS, which is chosen on the device); steps
+that XLA can't compile; more than one device. What a TPU keeps in its on-chip
+memory is not counted, so very small steps seem to need nothing.
 """
 
 import dataclasses

@@ -135,7 +135,8 @@ def measure_in_process(
         target: a function of a module or script, or its name as
             "package.module:function" or "path/to/file.py:function". Modules
             are found as in this process.
-        *args: its arguments, of types that JSON has.
+        *args: its arguments, of types that JSON has. What it prints is
+            printed here.
         environment: variables for the process, over those of this one.
         timeout: seconds to wait; None waits for ever.
 
@@ -214,5 +215,8 @@ def _name(function):
         )
     module = function.__module__
     if module == "__main__":
-        module = os.path.abspath(inspect.getfile(function))
+        # Run as `python -m package.module` it has a name, else only a file.
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        file = inspect.getfile(function)
+        module = spec.name if spec else os.path.abspath(file)
     return f"{module}:{name}"

@@ -77,6 +77,8 @@ class Structure:
                 flat.append(parts[0])
             else:
                 flat.append(
-                    tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
+                    tf.nest.pack_sequence_as(
+                        leaf, parts, expand_composites=True
+                    )
                 )
         return tf.nest.pack_sequence_as(self._containers, flat)

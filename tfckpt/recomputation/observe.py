@@ -7,7 +7,6 @@ the last are refused: a second run would draw others.
 """
 
 import contextlib
-import functools
 import itertools
 import threading
 from collections.abc import Iterable, Iterator
@@ -17,44 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfckpt import _compat
-from tfckpt.recomputation import arguments, errors
-
-_RANDOM = frozenset(
-    [
-        "AllCandidateSampler",
-        "FixedUnigramCandidateSampler",
-        "FractionalAvgPool",
-        "FractionalMaxPool",
-        "LearnedUnigramCandidateSampler",
-        "LogUniformCandidateSampler",
-        "Multinomial",
-        "NonDeterministicInts",
-        "ParameterizedTruncatedNormal",
-        "RandomCrop",
-        "RandomGamma",
-        "RandomPoisson",
-        "RandomPoissonV2",
-        "RandomShuffle",
-        "RandomStandardNormal",
-        "RandomUniform",
-        "RandomUniformInt",
-        "RngReadAndSkip",
-        "RngSkip",
-        "SampleDistortedBoundingBox",
-        "SampleDistortedBoundingBoxV2",
-        "StatefulRandomBinomial",
-        "StatefulStandardNormal",
-        "StatefulStandardNormalV2",
-        "StatefulTruncatedNormal",
-        "StatefulUniform",
-        "StatefulUniformFullInt",
-        "StatefulUniformInt",
-        "ThreadUnsafeUnigramCandidateSampler",
-        "TruncatedNormal",
-        "UniformCandidateSampler",
-    ]
+from tfckpt.recomputation import (
+    arguments,
+    errors,
+    raw_variables,
+    unrepeatable,
 )
-
 
 # Ops that move tensors; how many there are depends on what records.
 _BOOKKEEPING = frozenset(
@@ -68,30 +35,6 @@ _BOOKKEEPING = frozenset(
         "StopGradient",
     ]
 )
-
-
-def _fingerprint(value: np.ndarray) -> tuple[Any, ...]:
-    return value.dtype.name, value.shape, hash(value.tobytes())
-
-
-def _names(attrs: Iterable[Any]) -> Iterator[str]:
-    """The strings and function names among the attributes of an op."""
-    for attr in attrs:
-        if isinstance(attr, (str, bytes)):
-            yield _text(attr)
-        elif isinstance(attr, tf.compat.v1.AttrValue):
-            yield attr.func.name
-            yield from (function.name for function in attr.list.func)
-
-
-def _text(name: str | bytes) -> str:
-    return name.decode(errors="replace") if isinstance(name, bytes) else name
-
-
-def _assigns(op_type: str) -> bool:
-    return op_type.startswith(
-        ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply")
-    ) or op_type in ("ResourceStridedSliceAssign", "ResourceCountUpTo")
 
 
 class Observer:
@@ -185,14 +128,18 @@ class Observer:
         """The differentiable tensors read that are no inputs."""
         return list(self._external.values())
 
-    def raw_variables(self, known: list[tf.Variable]) -> list["RawVariable"]:
+    def raw_variables(
+        self, known: list[tf.Variable]
+    ) -> list[raw_variables.RawVariable]:
         """The variables read that are no Keras variables.
 
         Args:
             known: those that TensorFlow reported, which are the trainable
                 ones. Of others only the handle is known.
         """
-        found = [RawVariable(self._label, v.handle, v) for v in known]
+        found = [
+            raw_variables.RawVariable(self._label, v.handle, v) for v in known
+        ]
         # In a graph a loop or function reads a capture of the handle, which
         # is another tensor for a tape than the variable is.
         eager = {_key(v.handle) for v in known}
@@ -207,7 +154,7 @@ class Observer:
                     "Put tf.function around the training step instead, or "
                     "remove it."
                 )
-            found.append(RawVariable(self._label, handle))
+            found.append(raw_variables.RawVariable(self._label, handle))
         return found
 
     def _callback(
@@ -224,7 +171,7 @@ class Observer:
             self._produced.update(map(_key, outputs))
             return
         op_type, op_name = _text(op_type), _text(op_name or "")
-        self._refuse(op_type, op_name)
+        unrepeatable.refuse(op_type, self._label, op_name)
         if graph is not self._graph:
             return  # the body of a loop or function, which is traced
         if op_type not in _BOOKKEEPING:
@@ -236,8 +183,8 @@ class Observer:
             self._constants.add(_fingerprint(value))
         functions = [op_type, *_names(attrs or ())]
         for function in functions:
-            for inner in _ops_of_function(function):
-                self._refuse(inner, op_name)
+            for inner in unrepeatable.unrepeatable_ops(function):
+                unrepeatable.refuse(inner, self._label, op_name)
         for tensor in inputs:
             if not isinstance(tensor, tf.Tensor):
                 continue
@@ -256,108 +203,26 @@ class Observer:
                 self._external.setdefault(key, tensor)
         self._produced.update(map(_key, outputs))
 
-    def _refuse(self, op_type: str, name: str) -> None:
-        # In a graph the name of the op begins with the layer's path.
-        layer = name or _compat.current_path()
-        where = f" (in '{layer}')" if layer else ""
-        if op_type in _RANDOM:
-            raise errors.RecomputeError(
-                f"{self._label}{where} draws random numbers with the op "
-                f"{op_type}, whose state can't be set back: the recomputation "
-                "would draw others and the gradient would belong to them. Use "
-                "keras.random with a keras.random.SeedGenerator (or "
-                "tf.random.stateless_*), draw outside and pass the result as "
-                "an argument, or leave this part out of recomputation."
-            )
-        if _assigns(op_type):
-            raise errors.RecomputeError(
-                f"{self._label}{where} assigns a tf.Variable (op {op_type}), "
-                "and the recomputation would assign it a second time. Use a "
-                "keras.Variable (self.add_weight(trainable=False)), which is "
-                "assigned once, or leave this part out of recomputation."
-            )
+
+def _fingerprint(value: np.ndarray) -> tuple[Any, ...]:
+    return value.dtype.name, value.shape, hash(value.tobytes())
 
 
-class RawVariable:
-    """A `tf.Variable` that a recomputed function reads.
+def _names(attrs: Iterable[Any]) -> Iterator[str]:
+    """The strings and function names among the attributes of an op."""
+    for attr in attrs:
+        if isinstance(attr, (str, bytes)):
+            yield _text(attr)
+        elif isinstance(attr, tf.compat.v1.AttrValue):
+            yield attr.func.name
+            yield from (function.name for function in attr.list.func)
 
-    The recomputation reads it again; `check` holds it to the value that the
-    forward pass read. (XLA drops assertions: a compiled function must not
-    assign such a variable between the forward pass and the gradient.)
 
-    Attributes:
-        value: what the forward pass read, as a tensor that tapes follow.
-    """
-
-    def __init__(
-        self,
-        label: str,
-        handle: tf.Tensor,
-        variable: tf.Variable | None = None,
-    ):
-        self._label = label
-        self._handle = handle
-        self._dtype = _compat.variable_dtype(handle)
-        self._variable = variable
-        self.value = self._read()
-        if variable is not None:
-            self.value = tf.convert_to_tensor(variable)
-
-    def _read(self) -> tf.Tensor:
-        return tf.raw_ops.ReadVariableOp(
-            resource=self._handle, dtype=self._dtype
-        )
-
-    @property
-    def leaf(self) -> Any:
-        """What a tape of the replay watches."""
-        if self._variable is not None:
-            return self._variable
-        return _compat.local_capture(self._handle)
-
-    def check(self) -> None:
-        """Raises, or asserts in a graph, if the variable has changed."""
-        before, now = self.value, self._read()
-        same = tf.reduce_all(
-            (now == before) | ((now != now) & (before != before))
-        )
-        name = getattr(self._variable, "name", "its name is not known")
-        message = (
-            f"A tf.Variable ({name}; {self._dtype.name}{list(before.shape)}) "
-            f"that {self._label} reads was assigned between the forward pass "
-            "and its gradient, so that the recomputation would use the new "
-            "value. Assign it later, pass its value as an argument, or make "
-            "it a keras.Variable, whose value is kept."
-        )
-        if not tf.executing_eagerly():
-            tf.debugging.Assert(same, [message])
-        elif not same:
-            raise errors.RecomputeError(message)
+def _text(name: str | bytes) -> str:
+    return name.decode(errors="replace") if isinstance(name, bytes) else name
 
 
 def _key(tensor: Any) -> Any:
     if hasattr(tensor, "graph") and not tf.executing_eagerly():
         return tensor.name
     return _compat.tensor_id(tensor)
-
-
-@functools.lru_cache(maxsize=4096)
-def _ops_of_function(name: str) -> frozenset[str]:
-    """The types of random and assigning ops in a traced function."""
-    found, seen, todo = set(), set(), [name]
-    while todo:
-        name = todo.pop()
-        if not name or name in seen:
-            continue
-        seen.add(name)
-        definition = _compat.function_definition(name)
-        if definition is None:
-            continue
-        for node in definition.node_def:
-            if node.op in _RANDOM or _assigns(node.op):
-                found.add(node.op)
-            todo.append(node.op)
-            for attr in node.attr.values():
-                todo.append(attr.func.name)
-                todo.extend(f.name for f in attr.list.func)
-    return frozenset(found)

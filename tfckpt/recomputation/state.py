@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from tfckpt import _compat
-from tfckpt.recomputation import arguments, errors, observe
+from tfckpt.recomputation import errors, observe
 
 
 class ForwardScope(keras.StatelessScope):
@@ -46,6 +46,7 @@ class ForwardScope(keras.StatelessScope):
         self.raw = set()
 
     def get_current_value(self, variable: keras.Variable) -> Any:
+        """Called by Keras when the variable is read."""
         key = id(variable)
         if not _traced_anew(self._graph):
             # A tf.function keeps its trace: it must read the variable
@@ -63,6 +64,7 @@ class ForwardScope(keras.StatelessScope):
         return self._current[key]
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Called by Keras when a variable is assigned."""
         variable, value = update
         if _current_graph() is not self._graph:
             raise errors.RecomputeError(
@@ -76,6 +78,7 @@ class ForwardScope(keras.StatelessScope):
         self.updates[id(variable)] = (variable, value)
 
     def add_loss(self, loss: tf.Tensor) -> None:
+        """Called by `Layer.add_loss`, and for activity regularizers."""
         super().add_loss(loss)
         # The scope is not told which layer calls; `Layer.add_loss` is.
         layer = inspect.currentframe().f_back.f_locals.get("self")
@@ -135,6 +138,7 @@ class ReplayScope(keras.StatelessScope):
             yield
 
     def get_current_value(self, variable: keras.Variable) -> Any:
+        """Called by Keras when the variable is read."""
         key = id(variable)
         if self._closed and (variable.trainable or key in self._assigned):
             raise errors.RecomputeError(
@@ -163,10 +167,12 @@ class ReplayScope(keras.StatelessScope):
         return self._last[key]
 
     def add_loss(self, loss: tf.Tensor) -> None:
+        """Called by `Layer.add_loss`, and for activity regularizers."""
         super().add_loss(loss)
         self.layer_losses.append(loss)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Called by Keras when a variable is assigned."""
         # What is assigned is cut off, as for a variable without scope.
         variable, value = update
         self._assigned[id(variable)] = tf.stop_gradient(value)
@@ -205,8 +211,9 @@ def _current_graph() -> Any:
 def _building(graph: Any) -> Iterator[None]:
     """Where the function was called, whatever loop it is in now."""
     if graph is None:
-        outermost = tf.init_scope if _current_graph() else contextlib.nullcontext
-        with outermost():
+        # In eager mode it would stop tapes, which must see a replay's ops.
+        eager = tf.executing_eagerly()
+        with contextlib.nullcontext() if eager else tf.init_scope():
             yield
     else:
         with graph.as_default():
