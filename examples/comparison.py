@@ -82,7 +82,8 @@ def define_flags(values, *, batch_size, learning_rate, steps, steps_help):
         "exact",
         False,
         "Give the same bits in every run, with and without recomputation: one "
-        "operation at a time, and without Grappler's arithmetic optimizer.",
+        "operation at a time, and without Grappler, TensorFlow's optimizer of "
+        "graphs.",
         **options,
     )
     flags.DEFINE_bool(
@@ -125,7 +126,7 @@ def set_up(options):
         tf.config.threading.set_inter_op_parallelism_threads(1)
         # It rewrites the programs with and without recomputation differently.
         tf.config.optimizer.set_experimental_options(
-            {"arithmetic_optimization": False}
+            {"disable_meta_optimizer": True}
         )
     with _held_back_log():
         tf.config.list_logical_devices()

@@ -76,7 +76,7 @@ def longest(fits, *, start, most, precision=1 / 8):
     return good
 
 
-def search(program, options, limit, *, most, start=64):
+def search(program, options, limit, *, most, start=128):
     """Searches with and without us, and prints the longest sequences.
 
     Args:

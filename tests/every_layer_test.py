@@ -229,6 +229,17 @@ EXEMPT = {
     ),
 }
 
+_NO_KERNEL = "TensorFlow has no kernel for it on the CPU"
+# What Keras itself can't compute.
+IMPOSSIBLE = {
+    ("AdaptiveAveragePooling3D", "mixed_float16"): _NO_KERNEL,
+    ("AdaptiveMaxPooling3D", "mixed_float16"): _NO_KERNEL,
+    ("AveragePooling3D", "mixed_float16"): _NO_KERNEL,
+    ("MaxPool3D", "mixed_float16"): _NO_KERNEL,
+    ("STFTSpectrogram", "mixed_bfloat16"): "there is no bfloat16 transform",
+    ("STFTSpectrogram", "mixed_float16"): "its gradient is infinite",
+}
+
 EPS = {
     "float32": 2.0**-23,
     "mixed_bfloat16": 2.0**-7,
@@ -293,10 +304,13 @@ def test_equals_plain(name):
 
 
 @pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @pytest.mark.parametrize("policy", EPS)
 @pytest.mark.parametrize("mode", equality.MODES)
 @pytest.mark.parametrize("name", sorted(filter(_available, LAYERS)))
 def test_equals_plain_everywhere(name, mode, policy):
     if (mode, policy) == ("graph", "float32"):
         return  # above
+    if (name, policy) in IMPOSSIBLE:
+        pytest.skip(IMPOSSIBLE[name, policy])
     _compare(name, mode, policy)

@@ -137,11 +137,31 @@ def test_which_nested_models_are_flattened(make, flat):
 
 
 @pytest.mark.filterwarnings("ignore:Layer 'core':UserWarning")
-def test_explicit_mask_stays_opaque():
+def test_masks_that_enter_a_nested_model():
     core = _identity(keras.Input((None, 3)), "core")
     x, mask = keras.Input((None, 3)), keras.Input((None,), dtype="bool")
-    model = keras.Model([x, mask], core(x, mask=mask))
-    assert graph.read(model).paths == ("core",)
+    read = graph.read(keras.Model([x, mask], core(x, mask=mask)))
+    assert read.paths == ("core/inner",)
+    assert read.calls[0].entries[0].masked
+    assert "core/lstm_1" in graph.read(model_zoo.make("masked")).paths
+
+
+@pytest.mark.parametrize("structure", [list, tuple, dict])
+def test_nested_models_with_several_inputs(structure):
+    def inputs():
+        found = {
+            "a": keras.Input((3,), name="a"),
+            "b": keras.Input((3,), name="b"),
+        }
+        return found if structure is dict else structure(found.values())
+
+    given = inputs()
+    flat = keras.tree.flatten(given)
+    core = keras.Model(given, layers.Add(name="sum")(flat), name="core")
+    given = inputs()
+    read = graph.read(keras.Model(given, core(given)))
+    assert read.paths == ("core/sum",)
+    assert not read.calls[0].entries[0].feeds
 
 
 def test_sequential_without_graph_stays_opaque():

@@ -117,11 +117,9 @@ STACKS = {
     ),
     "losses": (
         X,
-        lambda: layers.Dense(
-            8, activity_regularizer="l2", kernel_regularizer="l1"
-        ),
-        lambda: layers.ActivityRegularization(l1=0.1, l2=0.2),
-        lambda: layers.Dense(2, activation="tanh"),
+        lambda: layers.Dense(8, activity_regularizer="l2"),
+        lambda: layers.Dense(6, kernel_regularizer="l1", activation="tanh"),
+        lambda: layers.ActivityRegularization(l1=0.1),
     ),
     "embedding": (
         np.array([[1, 2, 0], [4, 4, 1]]),
@@ -141,9 +139,15 @@ def test_equals_plain(name, mode):
 
 @modes
 @pytest.mark.parametrize(
-    "policy", ["mixed_bfloat16", "mixed_float16", "float64", "bfloat16"]
+    ("policy", "name"),
+    [
+        (policy, name)
+        for policy in ("mixed_bfloat16", "mixed_float16", "float64", "bfloat16")
+        for name in ("dropout", "spatial", "losses")
+        # Keras' own regularizers fail there in versions before 3.14.
+        if policy.startswith("mixed") or name != "losses"
+    ],
 )
-@pytest.mark.parametrize("name", ["dropout", "spatial", "losses"])
 def test_equals_plain_in_other_precisions(name, policy, mode):
     keras.config.set_dtype_policy(policy)
     inputs, *stack = STACKS[name]

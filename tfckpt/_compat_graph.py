@@ -118,7 +118,9 @@ def standardize_inputs(functional: Any, inputs: Any, mask: Any) -> list[Any]:
     return flat
 
 
-def enter_inputs(model: Any, functional: Any, inputs: Any) -> list[Any]:
+def enter_inputs(
+    model: Any, functional: Any, inputs: Any, mask: Any = None
+) -> list[Any]:
     """What `Layer.__call__` and `Functional.call` do to a model's inputs.
 
     The conversion to the input's dtype and rank and the checks are private
@@ -137,7 +139,8 @@ def enter_inputs(model: Any, functional: Any, inputs: Any) -> list[Any]:
     if model._convert_input_args:
         inputs = keras.tree.map_structure(convert, inputs)
     model._assert_input_compatibility(inputs)
-    mask = keras.tree.map_structure(backend.get_keras_mask, inputs)
+    if mask is None:
+        mask = keras.tree.map_structure(backend.get_keras_mask, inputs)
     return standardize_inputs(functional, inputs, mask)
 
 

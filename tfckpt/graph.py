@@ -4,9 +4,8 @@ Nested Functional and Sequential models are flattened for running: their
 calls stand in the place of the nested call. Everything that the nested call
 does besides is kept with them: `training` as it is resolved on entry, the
 conversion of the inputs, name and autocast scopes. A nested model that does
-more than that (an overridden `call`, an activity regularizer, a mask passed
-explicitly, masks computed by itself, quantization, `RematScope`) stays one
-call.
+more than that (an overridden `call`, an activity regularizer, masks computed
+by itself, quantization, `RematScope`) stays one call.
 
 The order is Keras' own: by decreasing depth. Random layers that share a seed
 generator draw in this order, so a plan never changes it.
@@ -64,15 +63,19 @@ class Entry:
     Attributes:
         nested: The nested model.
         node: The recorded call of the nested model.
-        feeds: For each tensor that is converted: id in the node, key.
+        feeds: For each tensor read: id in the node, key; none where nothing
+            is done to the inputs.
         outputs: For each input of the nested model its key where it is
             converted, None where the tensor goes in as it is.
+        masked: Whether the call passes masks. Keras attaches them to the
+            tensors that go in, where later readers find them too.
     """
 
     nested: Nested
     node: Any
     feeds: tuple[tuple[int, int], ...]
     outputs: tuple[int | None, ...]
+    masked: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -218,7 +221,7 @@ class Graph:
     def _infer_entry(self, entry: Entry, specs: list[Any]) -> None:
         # Ranks are adjusted, but sizes only pass where the ranks are equal.
         given = [specs[key] for _, key in entry.feeds]
-        if len(given) != len(entry.outputs):
+        if entry.masked or len(given) != len(entry.outputs):
             return
         for x, key in zip(given, entry.outputs, strict=True):
             if key is None:
@@ -371,12 +374,14 @@ class _Reader:
                 inner[id(spec)] = key
                 outputs.append(key)
         converts = any(key is not None for key in outputs)
+        masked = any(m is not None for m in _masks(kwargs))
         self._entries.append(
             Entry(
                 nested=nested,
                 node=node,
-                feeds=_feeds(node, known) if converts else (),
+                feeds=_feeds(node, known) if converts or masked else (),
                 outputs=tuple(outputs),
+                masked=masked,
             )
         )
         self.walk(functional, inner, (*owners, nested), expected)
@@ -409,8 +414,12 @@ def _flattened(node, known):
     args, kwargs = compat.arguments_of(node)
     if len(args) > 1 or set(kwargs) - {"inputs", "training", "mask"}:
         return None
-    if kwargs.get("mask") is not None:
-        return None  # Keras leaves it on the tensors that went in.
+    # Keras records the masks that it found on the inputs, too.
+    if not all(
+        mask is None or isinstance(mask, keras.KerasTensor)
+        for mask in _masks(kwargs)
+    ):
+        return None
     if not isinstance(kwargs.get("training"), (bool, type(None))):
         return None
     given = args[0] if args else kwargs.get("inputs")
@@ -433,6 +442,10 @@ def _runs_its_graph_only(model):
         and not model.supports_masking
         and model.quantization_mode is None
     )
+
+
+def _masks(kwargs):
+    return keras.tree.flatten(kwargs.get("mask"))
 
 
 def _same_structure(given, expected):

@@ -15,9 +15,10 @@ returns it too, and later readers read that. Their sum then comes in as the
 upstream gradient of the returned tensor, and the readers in the segment add
 theirs to it one by one, as they do without segments.
 
-What is left: readers on parallel branches that a plan puts into different
-segments are summed in the order of the segments; and the weights of a layer
-that is called in several segments are summed by segment.
+What is left, for tensors with three contributions or more: readers on parallel
+branches that a plan puts into different segments are summed in the order of
+the segments; and what losses inside a segment (`add_loss`, activity
+regularizers) contribute comes after what later segments do, not before.
 """
 
 import dataclasses
@@ -68,6 +69,14 @@ def split(graph: graph_lib.Graph, plan: plan_lib.Plan) -> tuple[Part, ...]:
             for key in read:
                 readers.setdefault(key, []).append(position)
             made.update((key, position) for key in outputs)
+    # These may carry another mask after they were read.
+    masked = {
+        key
+        for call in graph.calls
+        for entry in call.entries
+        if entry.masked
+        for _, key in entry.feeds
+    }
     # A tensor that nobody reads is dropped where it is made.
     last = {
         key: readers[key][-1] if key in readers else position
@@ -91,7 +100,8 @@ def split(graph: graph_lib.Graph, plan: plan_lib.Plan) -> tuple[Part, ...]:
         outputs += [
             key
             for key in arguments
-            if last[key] >= end and graph_lib.is_float(graph.specs[key])
+            if last[key] >= end
+            and (key in masked or graph_lib.is_float(graph.specs[key]))
         ]
         parts.append(
             Part(
@@ -221,13 +231,14 @@ class Run:
         self._training[nested.path] = compat.enter_context(
             nested.model, given, training
         )
-        if all(key is None for key in entry.outputs):
+        if not entry.feeds:
             return
         args, kwargs = _filled_in(entry.node, entry.feeds, values)
         flat = compat.enter_inputs(
             nested.model,
             nested.functional,
             args[0] if args else kwargs["inputs"],
+            kwargs["mask"] if entry.masked else None,
         )
         for key, tensor in zip(entry.outputs, flat, strict=True):
             if key is not None:
