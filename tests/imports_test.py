@@ -37,7 +37,6 @@ _PRIVATE = {
     pathlib.Path("tfckpt/_compat.py"): ("keras", "tensorflow"),
     pathlib.Path("tfckpt/_compat_graph.py"): ("keras",),
     pathlib.Path("tfckpt/memory/_compile_worker.py"): ("jax", "jaxlib"),
-    pathlib.Path("tfckpt/memory/compiled.py"): ("tensorflow",),
 }
 _FILES = [path for path in imports.python_files() if path.parts[0] == "tfckpt"]
 

@@ -546,14 +546,22 @@ def test_methods_are_not_lost():
     ours.compile("sgd", "mse")
     history = ours.fit(np.ones((4, 2)), np.ones((4, 3)), verbose=0)
     assert history.history["stepped"] == [1.0]
-    # A class that only says how it is made has nothing to lose.
 
-    class OnlyMade(_Task):
-        pass
 
-    OnlyMade.__bases__ = (keras.Model,)
-    plain = keras.Model(model.input, model.output)
-    SegmentedModel.from_model(plain)
+class _OnlyMade(keras.Model):
+    """Says how it is made and saved, and has nothing to lose."""
+
+    def __init__(self, units, **kwargs):
+        inputs = keras.Input((2,))
+        super().__init__(inputs, layers.Dense(units)(inputs), **kwargs)
+        self.units = units
+
+    def get_config(self):
+        return {"units": self.units}
+
+
+def test_a_constructor_is_no_method_to_lose():
+    assert SegmentedModel.from_model(_OnlyMade(3)).output_shape == (None, 3)
 
 
 def _unbuilt():

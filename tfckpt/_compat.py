@@ -19,6 +19,7 @@ from keras.src.backend.common import (
     variables,
 )
 from keras.src.layers import layer as layer_module
+from tensorflow.compiler.xla.service import hlo_pb2
 from tensorflow.python.autograph.impl import api
 from tensorflow.python.eager import (
     context,
@@ -101,6 +102,15 @@ def compiled_by_xla() -> bool:
         return False
     graph = tf.compat.v1.get_default_graph()
     return control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
+def hlo_module(serialized: bytes) -> Any:
+    """XLA's optimized program, with its plan of buffers.
+
+    The compiler hands it out by a public method, but the message's class is
+    private.
+    """
+    return hlo_pb2.HloProto.FromString(serialized)
 
 
 def unconverted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,12 +260,6 @@ def _set_global_attributes(state: dict[str, Any]) -> None:
     for name, value in state.items():
         # `set_global_attribute` can't set None over a value in some versions.
         setattr(global_state.GLOBAL_STATE_TRACKER, name, value)
-
-
-def entry_layer() -> Any:
-    """The outermost layer of the Keras call under way, or None."""
-    call_context = global_state.get_global_attribute("current_call_ctx")
-    return getattr(call_context, "entry_layer", None)
 
 
 def current_path() -> str:

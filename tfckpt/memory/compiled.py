@@ -24,6 +24,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfckpt import _compat
+
 _DESCRIPTIONS = pathlib.Path(__file__).parent / "targets"
 _WORKER = pathlib.Path(__file__).parent / "_compile_worker.py"
 
@@ -181,7 +183,7 @@ def _portable(program):
 
 def _cpu_buffers(serialized):
     """Sums up XLA:CPU's buffer assignment."""
-    module = _hlo_proto().FromString(serialized)
+    module = _compat.hlo_module(serialized)
     sizes = {"arguments": 0, "outputs": 0, "temporaries": 0, "aliased": 0}
     for buffer in module.buffer_assignment.buffer_allocations:
         if buffer.is_entry_computation_parameter:
@@ -194,13 +196,6 @@ def _cpu_buffers(serialized):
         else:
             sizes["temporaries"] += buffer.size
     return sizes
-
-
-def _hlo_proto():
-    # Private, but the buffer assignment is in no public form.
-    from tensorflow.compiler.xla.service import hlo_pb2
-
-    return hlo_pb2.HloProto
 
 
 def _compile_elsewhere(program, request):

@@ -1,0 +1,269 @@
+"""Every private name that tfckpt uses still does what it is used for."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfckpt
+from tfckpt import _compat, _compat_graph
+
+X = tf.constant([[1.0, 2.0]])
+
+# It must not grow unnoticed: each entry can break with a new version.
+CALLS = {
+    "ambient_state",
+    "compiled_by_xla",
+    "converted",
+    "current_path",
+    "device_name",
+    "device_of_graph",
+    "function_definition",
+    "get_mask",
+    "has_tangent",
+    "hlo_module",
+    "in_symbolic_scope",
+    "initialize_variables",
+    "is_control_flow_graph",
+    "is_watched",
+    "local_capture",
+    "observed_ops",
+    "records",
+    "remat_mode",
+    "restored_ambient_state",
+    "set_mask",
+    "stopped_recording",
+    "stored_value",
+    "tensor_id",
+    "unconverted",
+    "variable_dtype",
+    "watch_variables",
+}
+GRAPH = {
+    "arguments_of",
+    "call_operation",
+    "compile_arguments",
+    "enter_context",
+    "enter_inputs",
+    "fill_in",
+    "functional_class",
+    "functional_of",
+    "has_history",
+    "is_outermost",
+    "layer_scopes",
+    "layers_beside",
+    "leave_context",
+    "nodes_in_order",
+    "runs_as_keras",
+    "standardize_inputs",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"), [(_compat, CALLS), (_compat_graph, GRAPH)]
+)
+def test_the_list_does_not_grow(module, expected):
+    found = {
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+    }
+    assert found == expected
+    for name in found:
+        assert inspect.getdoc(getattr(module, name)), name
+
+
+def test_recording():
+    assert not _compat.records()
+    with tf.GradientTape() as tape:
+        tape.watch(X)
+        assert _compat.records()
+        assert _compat.is_watched(X)
+        with _compat.stopped_recording():
+            y = 2.0 * X
+        assert not _compat.is_watched(y)
+    assert not _compat.has_tangent([X])
+    with tf.autodiff.ForwardAccumulator(X, X):
+        assert _compat.has_tangent([X])
+
+
+def test_variables_are_reported():
+    variable = tf.Variable(1.0)
+    with _compat.stopped_recording(), _compat.watch_variables() as watcher:
+        variable * 2.0
+    assert [v is variable for v in watcher.watched_variables()] == [True]
+    assert _compat.variable_dtype(variable.handle) == tf.float32
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, 0)
+    assert _compat.variable_dtype(table.resource_handle) is None
+
+
+def test_ops_are_observed():
+    eager, graph = [], []
+
+    def note(into):
+        def callback(op, inputs, attrs, outputs, op_name=None, graph=None):
+            into.append(op.decode() if isinstance(op, bytes) else op)
+            return outputs
+
+        return callback
+
+    with _compat.observed_ops(note(eager)):
+        tf.tanh(X)
+    tf.sin(X)
+
+    @tf.function
+    def function(x):
+        with _compat.observed_ops(note(graph)):
+            y = tf.tanh(x)
+        return tf.sin(y)
+
+    function(X)
+    assert eager == ["Tanh"]
+    assert graph == ["Tanh"]
+
+
+def test_devices():
+    assert _compat.device_name() == ""
+    with tf.device("CPU:1"):
+        assert "CPU:1" in _compat.device_name()
+
+        @tf.function
+        def inside():
+            with tf.device("CPU:0"):
+                devices.append(_compat.device_name())
+
+        devices = []
+        inside()
+    assert "CPU:0" in devices[0]
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_compiled_by_xla(jit_compile):
+    found = []
+
+    @tf.function(jit_compile=jit_compile)
+    def function(x):
+        found.append(_compat.compiled_by_xla())
+        return x
+
+    function(X)
+    assert found == [jit_compile]
+    assert not _compat.compiled_by_xla()
+
+
+def test_graphs():
+    kinds, captured = [], []
+
+    @tf.function
+    def function(x):
+        def body(i, y):
+            graph = tf.compat.v1.get_default_graph()
+            kinds.append(_compat.is_control_flow_graph(graph))
+            captured.append(_compat.local_capture(x).graph is graph)
+            return i + 1, y + x
+
+        graph = tf.compat.v1.get_default_graph()
+        kinds.append(_compat.is_control_flow_graph(graph))
+        return tf.while_loop(lambda i, y: i < 2, body, (0, x))
+
+    function(X)
+    assert kinds == [False, True]
+    assert captured == [True]
+
+
+def test_functions_are_found_by_name():
+    function = tf.function(lambda x: tf.tanh(x)).get_concrete_function(X)
+    name = function.function_def.signature.name
+    definition = _compat.function_definition(name)
+    assert "Tanh" in [node.op for node in definition.node_def]
+    assert _compat.function_definition("no such function") is None
+
+
+def test_tensor_ids_are_not_used_again():
+    ids = {_compat.tensor_id(tf.constant(float(i))) for i in range(100)}
+    assert len(ids) == 100
+
+
+def test_autograph():
+    def choose(x):
+        if tf.reduce_sum(x) > 0:
+            return x
+        return -x
+
+    def call(x):
+        return _compat.converted(choose)(x)
+
+    function = tf.function(_compat.unconverted(call))
+    np.testing.assert_array_equal(function(-X), X)
+    assert _compat.converted(choose) is choose  # in eager mode
+
+
+def test_ambient_state():
+    found = []
+
+    class Layer(keras.layers.Layer):
+        def call(self, x, training=None):
+            found.append(
+                (_compat.current_path(), keras.Variable(1.0).dtype, training)
+            )
+            state.append(_compat.ambient_state())
+            return x
+
+    class Inner(keras.layers.Layer):
+        def call(self, x, training=None):
+            found.append(training)
+            return x
+
+    state = []
+    layer = Layer(name="outer", dtype="mixed_bfloat16")
+    layer(X, training=True)
+    inner = Inner()
+    with _compat.restored_ambient_state(state[0]):
+        assert _compat.current_path() == "outer"
+        inner(X)
+    assert found[0] == ("outer", "bfloat16", True)
+    assert found[1] is True
+    assert _compat.current_path() == ""
+    assert not _compat.in_symbolic_scope()
+
+
+def test_masks_and_remat():
+    x = tf.identity(X)
+    assert _compat.get_mask(x) is None
+    _compat.set_mask(x, tf.constant([True]))
+    assert _compat.get_mask(x) is not None
+    assert not _compat.remat_mode(keras.layers.Dense(1))
+
+
+def test_variables_made_in_a_scope():
+    with keras.StatelessScope():
+        layer = keras.layers.Dense(2)
+        layer.build((None, 2))
+        assert _compat.stored_value(layer.kernel) is None
+        _compat.initialize_variables()
+        assert isinstance(_compat.stored_value(layer.kernel), tf.Variable)
+        assert _compat.stored_value(layer.kernel) is not None
+    np.testing.assert_array_equal(layer.bias, [0.0, 0.0])
+
+
+def test_graph_of_a_model():
+    inputs = keras.Input((2,))
+    dense = keras.layers.Dense(2, name="dense")
+    model = keras.Model(inputs, dense(dense(inputs)))
+    model.compile("sgd", "mse")
+    assert _compat_graph.functional_of(model) is model
+    assert isinstance(model, _compat_graph.functional_class())
+    assert _compat_graph.runs_as_keras(model)
+    nodes = _compat_graph.nodes_in_order(model)
+    assert [node.operation for node in nodes] == [dense, dense]
+    assert _compat_graph.arguments_of(nodes[0])[0][0] is inputs
+    assert _compat_graph.has_history(model.output)
+    assert _compat_graph.layers_beside(model, model) == []
+    assert _compat_graph.compile_arguments(model)["loss"] == "mse"
+    assert _compat_graph.is_outermost(model)
+    segmented = tfckpt.SegmentedModel.from_model(model, plan=2)
+    np.testing.assert_array_equal(segmented(X), model(X))
