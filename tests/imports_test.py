@@ -17,14 +17,19 @@ _ROOMS = {
     "recomputation": {"_compat"},
     "layers": {"_compat", "recomputation"},
     "plan": set(),
-    "graph": {"_compat_graph", "plan"},
+    "planners": {"plan"},
+    "flattening": {"_compat_graph"},
+    "graph": {"_compat_graph", "flattening"},
+    "sizes": {"_compat_graph", "graph"},
     "segments": {"_compat_graph", "graph", "plan"},
+    "segmentation": {"graph", "plan", "planners", "segments", "sizes"},
+    "conversion": {"_compat_graph"},
     "segmented_model": {
-        "_compat",
         "_compat_graph",
-        "graph",
+        "conversion",
         "plan",
         "recomputation",
+        "segmentation",
         "segments",
     },
     "memory": {"_compat"},
@@ -125,9 +130,9 @@ def test_only_recomputation_calls_recompute_grad():
         assert not used or _room(path) == "recomputation", path
 
 
-def test_the_plan_needs_numpy_only():
+def test_plans_need_numpy_only():
     for path in _FILES:
-        if _room(path) == "plan":
+        if _room(path) in ("plan", "planners"):
             for each in imports.imports_of(path):
                 assert imports.third_party(each.name) in (
                     None,

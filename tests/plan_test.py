@@ -1,147 +1,16 @@
-"""Plans and planners: goldens worked out by hand, errors, files."""
+"""Plans as data: checks, files, the table."""
 
-import subprocess
-import sys
-
-import numpy as np
 import pytest
 
 from tfckpt import plan
 
 
-def _paths(count):
-    return [f"layer_{i}" for i in range(count)]
-
-
-def _counts(made):
-    return [len(segment.calls) for segment in made.segments]
-
-
-@pytest.mark.parametrize(
-    ("calls", "segments", "counts"),
-    [
-        (9, 5, [2, 2, 2, 2, 1]),
-        (9, 3, [3, 3, 3]),
-        (10, 4, [3, 3, 2, 2]),
-        (3, 3, [1, 1, 1]),
-        (7, 1, [7]),
-        (1, 1, [1]),
-    ],
-)
-@pytest.mark.parametrize("sizes", [None, 7.0])
-@pytest.mark.parametrize("cuts", [None, 5.0])
-def test_uniform_by_count(calls, segments, counts, sizes, cuts):
-    made = plan.uniform(
-        _paths(calls),
-        segments,
-        None if sizes is None else [sizes] * calls,
-        None if cuts is None else [cuts] * calls,
+def _plan(*segments):
+    """Returns a plan that recomputes all but the last segment."""
+    *recomputed, last = segments
+    return plan.Plan(
+        (*map(plan.Segment, recomputed), plan.Segment(last, recomputed=False))
     )
-    assert _counts(made) == counts
-    assert made.calls == tuple(_paths(calls))
-    assert [s.recomputed for s in made.segments] == [True] * (segments - 1) + [
-        False
-    ]
-
-
-@pytest.mark.parametrize(
-    ("segments", "parts"),
-    [
-        (7, ["3 calls", "7 segments", "from 1 to 3"]),
-        (0, ["0", "from 1 to 3", "None"]),
-        (-2, ["-2", "from 1 to 3"]),
-        ("2", ["'2'", "str", "from 1 to 3"]),
-        (True, ["True", "bool"]),
-        (2.0, ["2.0", "float"]),
-        (None, ["None", "NoneType"]),
-    ],
-)
-def test_uniform_refuses(segments, parts):
-    with pytest.raises(plan.PlanError) as caught:
-        plan.uniform(_paths(3), segments)
-    for part in parts:
-        assert part in str(caught.value)
-    assert isinstance(caught.value, ValueError)
-
-
-def test_uniform_takes_numpy_integers():
-    assert _counts(plan.uniform(_paths(4), np.int64(2))) == [2, 2]
-
-
-def test_uniform_by_bytes():
-    # The first call holds half of all bytes.
-    assert _counts(plan.uniform(_paths(5), 2, [8, 2, 2, 2, 2])) == [1, 4]
-    # Thirds of 12: after 4 and after 8 bytes.
-    assert _counts(plan.uniform(_paths(6), 3, [1, 3, 2, 2, 2, 2])) == [2, 2, 2]
-
-
-def test_every_segment_has_a_call():
-    # All bytes at the end, or at the start: the targets crowd there.
-    assert _counts(plan.uniform(_paths(5), 4, [0, 0, 0, 0, 9])) == [1, 1, 1, 2]
-    assert _counts(plan.uniform(_paths(5), 4, [9, 0, 0, 0, 0])) == [1, 1, 1, 2]
-    assert _counts(plan.uniform(_paths(5), 5, [9, 0, 0, 0, 1])) == [1] * 5
-
-
-def test_takes_the_cheapest_cut_nearby():
-    # Residual blocks of 4: inside a block, two tensors are alive.
-    cuts = [2, 2, 2, 1] * 4
-    made = plan.uniform(_paths(16), 3, [1] * 16, cuts)
-    # Targets after 6 and 11; single tensors after 4, 8 and 12.
-    ends = np.cumsum(_counts(made))
-    assert all(cuts[end - 1] == 1 for end in ends)
-    # But not from far away: the only cheap cut is at the very start.
-    made = plan.uniform(_paths(16), 2, [1] * 16, [1] + [2] * 15)
-    assert _counts(made) == [8, 8]
-
-
-def test_sqrt():
-    assert _counts(plan.sqrt(_paths(9))) == [3, 3, 3]
-    assert len(plan.sqrt(_paths(100), [1] * 100).segments) == 10
-    # Only 4 of 8 calls hold bytes.
-    made = plan.sqrt(_paths(8), [1, 0] * 4)
-    assert len(made.segments) == 2
-    # No call does: one segment.
-    assert len(plan.sqrt(_paths(8), [0] * 8).segments) == 1
-    # Equal bytes, not equal counts.
-    made = plan.sqrt(_paths(9), [40, 10, 10, 10, 10, 10, 10, 10, 10])
-    assert _counts(made) == [1, 4, 4]
-
-
-def test_boundaries():
-    paths = ["a", "b/c", "b/d", "e", "e#2", "f"]
-    made = plan.at_boundaries(paths, ["e#2", "a"])
-    assert [s.calls for s in made.segments] == [
-        ("a",),
-        ("b/c", "b/d", "e", "e#2"),
-        ("f",),
-    ]
-    assert made == plan.at_boundaries(paths, ["a", "e#2", "f"])
-    assert _counts(plan.at_boundaries(paths, ["b"])) == [3, 3]
-    assert _counts(plan.at_boundaries(paths, [])) == [6]
-
-
-def test_boundaries_refuse():
-    paths = ["conv1", "conv2", "backbone/conv1", "dense"]
-    with pytest.raises(plan.PlanError) as caught:
-        plan.at_boundaries(paths, ["conv_1"])
-    assert "'conv_1'" in str(caught.value)
-    assert "Near matches: conv1" in str(caught.value)
-    with pytest.raises(plan.PlanError, match="Name each call once"):
-        plan.at_boundaries(paths, ["conv1", "conv1"])
-    with pytest.raises(plan.PlanError, match="list of call paths"):
-        plan.at_boundaries(paths, "conv1")
-    with pytest.raises(plan.PlanError, match="list of call paths"):
-        plan.at_boundaries(paths, [1])
-
-
-def test_sizes_are_checked():
-    for sizes in ([1, 2], [1, 2, -3], [1, 2, float("nan")]):
-        with pytest.raises(plan.PlanError, match="`sizes`"):
-            plan.uniform(_paths(3), 2, sizes)
-    with pytest.raises(plan.PlanError, match="`cuts`"):
-        plan.uniform(_paths(3), 2, cuts=[1])
-    with pytest.raises(plan.PlanError, match="without calls"):
-        plan.uniform([], 1)
 
 
 def test_plan_is_checked():
@@ -159,17 +28,17 @@ def test_plan_is_checked():
 
 def test_json():
     made = plan.annotate(
-        plan.uniform(_paths(4), 2),
+        _plan(["a", "b"], ["c", "d"]),
         [8, None, 8, 8],
-        [[("layer_0", 8)], [("layer_1", None)], [], [("layer_3", 8)]],
+        [[("a", 8)], [("b", None)], [], [("d", 8)]],
     )
     back = plan.Plan.from_json(made.to_json())
     assert back == made
-    assert back.segments[0].boundary == ("layer_1",)
+    assert back.segments[0].boundary == ("b",)
     assert back.segments[1].output_bytes == 16
     assert back.summary() == made.summary()
     assert hash(back) == hash(made)
-    assert back != plan.uniform(_paths(4), 3)
+    assert back != _plan(["a", "b"], ["c"], ["d"])
     with pytest.raises(plan.PlanError, match="can't be read"):
         plan.Plan.from_json("{")
     with pytest.raises(plan.PlanError, match='"format"'):
@@ -182,7 +51,7 @@ def test_json():
 
 def test_summary():
     made = plan.annotate(
-        plan.uniform(["a", "b", "c"], 2),
+        _plan(["a", "b"], ["c"]),
         [1024, 1024, 6],
         [[("a", 1024)], [("a", 1024), ("b", 1024)], [("c", 6)]],
     )
@@ -196,17 +65,3 @@ def test_summary():
         "    c",
         "  boundary: c = 6 B",
     ]
-
-
-def test_needs_neither_tensorflow_nor_keras():
-    code = (
-        "import importlib.util, sys\n"
-        f"spec = importlib.util.spec_from_file_location('p', {plan.__file__!r})"
-        "\nmodule = importlib.util.module_from_spec(spec)\n"
-        "sys.modules['p'] = module\n"
-        "spec.loader.exec_module(module)\n"
-        "print(module.uniform(['a', 'b'], 2))\n"
-        "assert 'tensorflow' not in sys.modules\n"
-        "assert 'keras' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests import equality, model_zoo
-from tfckpt import graph, plan
+from tfckpt import graph, planners
 from tfckpt.segmented_model import SegmentedModel
 
 # Keras warns when a mask enters a nested model, with us and without.
@@ -251,101 +251,6 @@ def test_layers_run_in_the_scopes_of_the_models_around_them():
     assert any(re.search(r"core\w*/inner\w*/", name) for name in names)
 
 
-# -- The order of recomputation --------------------------------------------
-
-
-class _Logs(layers.Layer):
-    """Writes its name down whenever it is called, and computes something."""
-
-    log: list = []  # noqa: RUF012
-
-    def call(self, x):
-        if tf.executing_eagerly():
-            self.log.append(self.name)
-        return keras.ops.tanh(x)
-
-
-def _logging_chain(count):
-    x = inputs = keras.Input((2,))
-    for i in range(count):
-        x = _Logs(name=str(i))(x)
-    return keras.Model(inputs, x)
-
-
-def _logged(model, x=None):
-    """Returns names called in the forward and in the backward pass."""
-    x = tf.ones([1, 2]) if x is None else x
-    _Logs.log.clear()
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = model(x)
-    forward = " ".join(_Logs.log)
-    _Logs.log.clear()
-    tape.gradient(y, x)
-    return forward, " ".join(_Logs.log)
-
-
-@pytest.mark.parametrize(
-    ("asked", "backward"),
-    [
-        (None, ""),
-        (1, ""),
-        (2, "0 1 2 3"),
-        (4, "4 5 2 3 0 1"),
-        (8, "6 5 4 3 2 1 0"),
-        (["1", "6"], "2 3 4 5 6 0 1"),
-        ("sqrt", "3 4 5 0 1 2"),
-    ],
-)
-def test_order_of_recomputation(asked, backward):
-    model = SegmentedModel.from_model(_logging_chain(8), plan=asked)
-    assert _logged(model) == ("0 1 2 3 4 5 6 7", backward)
-
-
-def test_a_given_plan_says_what_is_recomputed():
-    given = plan.Plan(
-        (
-            plan.Segment(("0", "1"), recomputed=False),
-            plan.Segment(("2",)),
-            plan.Segment(("3",)),
-        )
-    )
-    model = SegmentedModel.from_model(_logging_chain(4), plan=given)
-    assert model.plan == given
-    assert _logged(model)[1] == "3 2"
-
-
-def test_inside_another_model_the_last_segment_is_recomputed():
-    inner = SegmentedModel.from_model(_logging_chain(4), plan=2)
-    inputs = keras.Input((2,))
-    outer = keras.Model(inputs, layers.Identity()(inner(inputs)))
-    assert _logged(outer) == ("0 1 2 3", "2 3 0 1")
-    assert _logged(inner) == ("0 1 2 3", "0 1")
-    assert _logged(keras.Sequential([inner, layers.Identity()]))[1] == "2 3 0 1"
-
-
-def test_nothing_is_recomputed_when_nothing_records():
-    model = SegmentedModel.from_model(_logging_chain(4), plan=2)
-    _Logs.log.clear()
-    model(tf.ones([1, 2]))
-    assert " ".join(_Logs.log) == "0 1 2 3"
-
-
-def test_what_a_segment_does_not_use_passes_it_by():
-    """In segment "2 3" nothing of the skip is an argument or output."""
-    x = inputs = keras.Input((2,))
-    x = early = _Logs(name="0")(x)
-    for i in range(1, 4):
-        x = _Logs(name=str(i))(x)
-    model = keras.Model(inputs, x + early)
-    segmented = SegmentedModel.from_model(model, plan=["0", "1", "2", "3"])
-    parts = segmented._segmentation._parts
-    assert [len(part.arguments) for part in parts] == [1, 1, 1, 1, 2]
-    # "1" reads the skip too: it goes through.
-    assert [len(part.outputs) for part in parts] == [1, 2, 1, 1, 1]
-    assert _logged(segmented)[1] == "3 2 1 0"
-
-
 # -- Training through fit ---------------------------------------------------
 
 
@@ -502,111 +407,11 @@ def test_from_model_keeps_trainable_and_policy():
 
 
 def test_from_model_replans():
-    first = SegmentedModel.from_model(_logging_chain(4), plan=2)
+    first = SegmentedModel.from_model(model_zoo.make("chain"), plan=2)
     second = SegmentedModel.from_model(first, plan=4)
     assert len(second.plan.segments) == 4
     assert len(first.plan.segments) == 2
     assert SegmentedModel.from_model(first, plan=None).plan is None
-
-
-class _Task(keras.Model):
-    """As a KerasHub task: a Functional with methods of its own."""
-
-    def __init__(self, units, **kwargs):
-        inputs = keras.Input((2,))
-        super().__init__(inputs, layers.Dense(units)(inputs), **kwargs)
-        self.units = units
-
-    @property
-    def backbone(self):
-        return self.layers[0]
-
-    def train_step(self, data):
-        return super().train_step(data)
-
-    def get_config(self):
-        return {"units": self.units}
-
-
-class _SegmentedTask(SegmentedModel):
-    backbone = _Task.backbone
-
-    def train_step(self, data):
-        return {"stepped": 1.0, **super().train_step(data)}
-
-
-def test_methods_are_not_lost():
-    model = _Task(3, name="task")
-    with pytest.raises(TypeError) as caught:
-        SegmentedModel.from_model(model)
-    for part in ("'task'", "_Task", "backbone, train_step", "Recompute"):
-        assert part in str(caught.value)
-    ours = _SegmentedTask.from_model(model, plan=1)
-    assert ours.backbone is model.backbone
-    ours.compile("sgd", "mse")
-    history = ours.fit(np.ones((4, 2)), np.ones((4, 3)), verbose=0)
-    assert history.history["stepped"] == [1.0]
-
-
-class _OnlyMade(keras.Model):
-    """Says how it is made and saved, and has nothing to lose."""
-
-    def __init__(self, units, **kwargs):
-        inputs = keras.Input((2,))
-        super().__init__(inputs, layers.Dense(units)(inputs), **kwargs)
-        self.units = units
-
-    def get_config(self):
-        return {"units": self.units}
-
-
-def test_a_constructor_is_no_method_to_lose():
-    assert SegmentedModel.from_model(_OnlyMade(3)).output_shape == (None, 3)
-
-
-def _unbuilt():
-    return keras.Sequential([layers.Dense(2)], name="seq")
-
-
-class _Subclassed(keras.Model):
-    def call(self, x):
-        return x
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "parts"),
-    [
-        (
-            lambda: _Subclassed(name="sub"),
-            TypeError,
-            ["'sub'", "_Subclassed", "tfckpt.Recompute"],
-        ),
-        (_unbuilt, ValueError, ["'seq'", "not built", "input_shape"]),
-        (lambda: layers.Dense(1), TypeError, ["Dense", "tfckpt.Recompute"]),
-        (lambda: "model", TypeError, ["'model'", "keras.Model"]),
-    ],
-)
-def test_from_model_refuses(make, error, parts):
-    with pytest.raises(error) as caught:
-        SegmentedModel.from_model(make())
-    for part in parts:
-        assert part in str(caught.value)
-
-
-def test_from_model_refuses_what_hangs_beside_the_graph():
-    model = model_zoo.make("chain")
-    model.extra = layers.Dense(2, name="beside")
-    with pytest.raises(TypeError, match="would lose: beside"):
-        SegmentedModel.from_model(model)
-    model = model_zoo.make("chain")
-    model.call = lambda x, training=None, mask=None: x
-    with pytest.raises(TypeError, match="would lose: call"):
-        SegmentedModel.from_model(model)
-
-
-def test_unbuilt_sequential_with_input_shape():
-    ours = SegmentedModel.from_model(_unbuilt(), input_shape=(None, 4))
-    assert ours(np.ones((3, 4), "float32")).shape == (3, 2)
 
 
 def test_the_constructor():
@@ -619,81 +424,6 @@ def test_the_constructor():
         SegmentedModel()
     with pytest.raises(TypeError, match="from_model"):
         SegmentedModel(keras.Model(x, y))
-
-
-# -- Plans -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("asked", "parts"),
-    [
-        (0, ["0", "None"]),
-        (-1, ["-1"]),
-        (99, ["99", "15 calls"]),
-        (True, ["True", "bool"]),
-        (2.5, ["2.5", "float"]),
-        ("sqr", ["'sqr'", "sqrt"]),
-        ("dense_1", ["Did you mean ['dense_1']"]),
-        (["dense_99"], ["'dense_99'", "Near matches: dense_"]),
-        (plan.uniform(["a", "b"], 2), ["another model", "'a'", "2 calls"]),
-        (
-            plan.Plan((plan.Segment(("dense_0",), kept=("dense_0",)),)),
-            ["another model"],
-        ),
-    ],
-)
-def test_plans_that_cannot_be(asked, parts):
-    with pytest.raises(plan.PlanError) as caught:
-        SegmentedModel.from_model(model_zoo.make("chain"), plan=asked)
-    for part in parts:
-        assert part in str(caught.value)
-
-
-def test_kept_calls_are_refused_until_they_are_kept():
-    given = plan.Plan((plan.Segment(("0", "1"), kept=("0",)),))
-    with pytest.raises(plan.PlanError, match="kept"):
-        SegmentedModel.from_model(_logging_chain(2), plan=given)
-
-
-def test_plan_is_settled_at_the_first_batch():
-    inputs = keras.Input((None,), dtype="int32")
-    x = layers.Embedding(9, 4)(inputs)
-    for _ in range(4):
-        x = layers.Dense(4, activation="tanh")(x)
-    model = keras.Model(inputs, layers.GlobalAveragePooling1D()(x))
-    ours = SegmentedModel.from_model(model)
-    assert isinstance(ours.plan, plan.Unsettled)
-    assert "embedding" in str(ours.plan)
-    assert "input_shape" in str(ours.plan)
-    ours(np.ones((2, 7), "int32"))
-    assert isinstance(ours.plan, plan.Plan)
-    assert ours.plan.segments[0].boundary_bytes == 2 * 7 * 4 * 4
-    earlier = SegmentedModel.from_model(model, input_shape=(2, 7))
-    assert earlier.plan == ours.plan
-    # Unknown sizes in a trace settle it too.
-    traced = SegmentedModel.from_model(model)
-    tf.function(lambda x: traced(x)).get_concrete_function(
-        tf.TensorSpec([None, None], "int32")
-    )
-    assert traced.plan == ours.plan
-    with pytest.raises(plan.PlanError, match="batch dimension"):
-        SegmentedModel.from_model(model, input_shape=(7,))
-    with pytest.raises(plan.PlanError, match="batch dimension"):
-        SegmentedModel.from_model(model, input_shape=[(2, 7), (2, 7)])
-
-
-def test_plan_of_a_deep_network_prefers_cheap_cuts():
-    """At the cuts of a residual network one tensor is alive."""
-    x = inputs = keras.Input((8, 8, 3))
-    x = layers.Conv2D(4, 3, padding="same")(x)
-    for _ in range(8):
-        y = layers.Conv2D(4, 3, padding="same")(x)
-        y = layers.Activation("relu")(y)
-        y = layers.Conv2D(4, 3, padding="same")(y)
-        x = layers.Add()([x, y])
-    ours = SegmentedModel.from_model(keras.Model(inputs, x))
-    assert len(ours.plan.segments) == 6
-    assert {len(s.boundary) for s in ours.plan.segments} == {1}
 
 
 def test_application():
@@ -723,7 +453,7 @@ def _plans_for(model):
         "sqrt",
         3,
         [paths[1], paths[3]],
-        plan.uniform(paths, 2),
+        planners.uniform(paths, 2),
     ]
 
 
@@ -913,42 +643,3 @@ def test_wrong_inputs_are_refused_as_in_the_plain_model():
     for each in (model, ours):
         with pytest.raises(ValueError):
             each({"a": np.ones((2, 4)), "b": np.ones((2, 7))})
-
-
-def test_a_layer_that_declares_another_dtype_than_it_returns():
-    class Liar(layers.Layer):
-        def call(self, x):
-            return keras.ops.cast(x, "int32")
-
-        def compute_output_shape(self, shape):
-            return shape
-
-    within = keras.Input((3,))
-    core = keras.Model(within, layers.Dense(3)(within), name="core")
-    x = keras.Input((3,))
-    model = keras.Model(x, core(Liar()(x)))
-    ours = SegmentedModel.from_model(model, plan=2)
-    with pytest.raises(ValueError, match="'core'.*int32.*compute_output_spec"):
-        ours(np.ones((2, 3), "float32"))
-
-
-def test_an_error_in_a_nested_model_leaves_no_context_behind():
-    class Fails(layers.Layer):
-        def call(self, x):
-            if not isinstance(x, keras.KerasTensor) and tf.is_tensor(x):
-                raise RuntimeError("on purpose")
-            return x
-
-        def compute_output_spec(self, x):
-            return keras.KerasTensor(x.shape, x.dtype)
-
-    within = keras.Input((3,))
-    core = keras.Model(within, Fails()(within), name="core")
-    x = keras.Input((3,))
-    ours = SegmentedModel.from_model(keras.Model(x, core(x)), plan=1)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        ours.call(np.ones((2, 3), "float32"))
-    assert layers.Dropout(0.5)(np.ones(2)).shape == (2,)
-    assert (
-        _logged(SegmentedModel.from_model(_logging_chain(2), plan=2))[1] == "0"
-    )

@@ -4,8 +4,7 @@ Nested Functional and Sequential models are flattened for running: their
 calls stand in the place of the nested call. Everything that the nested call
 does besides is kept with them: `training` as it is resolved on entry, the
 conversion of the inputs, name and autocast scopes. A nested model that does
-more than that (an overridden `call`, an activity regularizer, masks computed
-by itself, quantization, `RematScope`) stays one call.
+more than that stays one call; `tfckpt.flattening` decides.
 
 The order is Keras' own: by decreasing depth. Random layers that share a seed
 generator draw in this order, so a plan never changes it.
@@ -13,26 +12,11 @@ generator draw in this order, so a plan never changes it.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import keras
-
 from tfckpt import _compat_graph as compat
-
-_ITEM_BYTES = {
-    "bool": 1,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "complex64": 8,
-    "complex128": 16,
-} | {
-    f"{kind}{bits}": bits // 8
-    for kind in ("float", "int", "uint")
-    for bits in (8, 16, 32, 64)
-}
+from tfckpt import flattening
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -154,7 +138,7 @@ class Graph:
         """Whether the flattened models still run the way they were read."""
         return all(
             compat.functional_of(n.model) is n.functional
-            and _runs_its_graph_only(n.model)
+            and flattening.runs_its_graph_only(n.model)
             for n in self.nested
         )
 
@@ -175,90 +159,6 @@ class Graph:
             tuple(k for k, at in made.items() if at <= position < last[k])
             for position in range(len(self.calls))
         )
-
-    def infer(
-        self, shapes: Sequence[Sequence[int | None] | None] | None = None
-    ) -> tuple[Any, ...]:
-        """Returns shape and dtype of every tensor, by key.
-
-        A nested model may be recorded with unknown sizes although its caller
-        knows them; then the layers are asked again, symbolically.
-
-        Args:
-            shapes: Shapes of the model's inputs, flat. Where the model's
-                first dimension is unknown, theirs doesn't matter.
-        """
-        specs: list[Any] = list(self.specs)
-        for key, shape in zip(self.inputs, shapes or (), strict=False):
-            recorded = specs[key]
-            if shape is not None and len(shape) == len(recorded.shape):
-                shape = tuple(
-                    r if r is not None or axis == 0 else s
-                    for axis, (r, s) in enumerate(
-                        zip(recorded.shape, shape, strict=True)
-                    )
-                )
-                specs[key] = keras.KerasTensor(shape, dtype=recorded.dtype)
-        for call in self.calls:
-            for entry in call.entries:
-                self._infer_entry(entry, specs)
-            values = {i: specs[key] for i, key in call.feeds}
-            if all(
-                values[id(x)].shape == x.shape for x in call.node.input_tensors
-            ):
-                continue
-            try:
-                args, kwargs = compat.fill_in(call.node, values)
-                made = call.operation.compute_output_spec(*args, **kwargs)
-            except Exception:  # Whatever a user's layer raises: not known.
-                continue
-            for key, spec in zip(
-                call.outputs, keras.tree.flatten(made), strict=False
-            ):
-                specs[key] = spec
-        return tuple(specs)
-
-    def _infer_entry(self, entry: Entry, specs: list[Any]) -> None:
-        # Ranks are adjusted, but sizes only pass where the ranks are equal.
-        given = [specs[key] for _, key in entry.feeds]
-        if entry.masked or len(given) != len(entry.outputs):
-            return
-        for x, key in zip(given, entry.outputs, strict=True):
-            if key is None:
-                continue
-            if len(x.shape) == len(specs[key].shape):
-                specs[key] = keras.KerasTensor(x.shape, dtype=specs[key].dtype)
-
-
-def tensor_bytes(
-    spec: Any, batch_size: int | None = None, unknown: int | None = None
-) -> int | None:
-    """Returns the bytes of a tensor, None if a size is not known.
-
-    Args:
-        spec: Anything with `shape` and `dtype`.
-        batch_size: Stands for an unknown first dimension.
-        unknown: Stands for other unknown dimensions.
-
-    >>> tensor_bytes(keras.KerasTensor((None, 3)), batch_size=2)
-    24
-    """
-    if getattr(spec, "sparse", False) or getattr(spec, "ragged", False):
-        return None
-    sizes = [
-        size if size is not None else (unknown if axis else batch_size)
-        for axis, size in enumerate(spec.shape)
-    ]
-    item = _ITEM_BYTES.get(keras.backend.standardize_dtype(spec.dtype))
-    if item is None or None in sizes:
-        return None
-    return math.prod(sizes) * item
-
-
-def is_float(spec: Any) -> bool:
-    """Whether a tensor may have a gradient."""
-    dtype = keras.backend.standardize_dtype(spec.dtype)
-    return "float" in dtype or "complex" in dtype
 
 
 def read(model: Any) -> Graph:
@@ -322,7 +222,7 @@ class _Reader:
             if any(id(x) not in known for x in node.input_tensors):
                 continue  # Keras skips these too.
             path = self._new_path(owners, node.operation.name)
-            inner = _flattened(node, known)
+            inner = flattening.flattened(node)
             if inner is not None:
                 self._enter(node, path, inner, known, owners)
                 continue
@@ -360,12 +260,12 @@ class _Reader:
             training_given="training" in kwargs,
         )
         given = args[0] if args else kwargs["inputs"]
-        flat = keras.tree.flatten(given)
-        in_order = _same_structure(given, functional.input)
         inner, outputs, expected = {}, [], {}
-        for index, spec in enumerate(functional.inputs):
-            x = flat[index] if in_order else None
-            if in_order and _goes_in_as_it_is(x, spec):
+        direct = flattening.direct_inputs(given, functional)
+        for index, (spec, x) in enumerate(
+            zip(functional.inputs, direct, strict=True)
+        ):
+            if x is not None:
                 inner[id(spec)] = known[id(x)]
                 expected[id(spec)] = (spec, path)
                 outputs.append(None)
@@ -374,7 +274,7 @@ class _Reader:
                 inner[id(spec)] = key
                 outputs.append(key)
         converts = any(key is not None for key in outputs)
-        masked = any(m is not None for m in _masks(kwargs))
+        masked = any(m is not None for m in flattening.masks_in(kwargs))
         self._entries.append(
             Entry(
                 nested=nested,
@@ -403,73 +303,3 @@ class _Reader:
 
 def _feeds(node, known):
     return tuple((id(x), known[id(x)]) for x in node.input_tensors)
-
-
-def _flattened(node, known):
-    """Returns the Functional to run in place of a node's call, or None."""
-    model = node.operation
-    functional = compat.functional_of(model)
-    if functional is None or not _runs_its_graph_only(model):
-        return None
-    args, kwargs = compat.arguments_of(node)
-    if len(args) > 1 or set(kwargs) - {"inputs", "training", "mask"}:
-        return None
-    # Keras records the masks that it found on the inputs, too.
-    if not all(
-        mask is None or isinstance(mask, keras.KerasTensor)
-        for mask in _masks(kwargs)
-    ):
-        return None
-    if not isinstance(kwargs.get("training"), (bool, type(None))):
-        return None
-    given = args[0] if args else kwargs.get("inputs")
-    leaves = keras.tree.flatten(given)
-    if not all(isinstance(x, keras.KerasTensor) for x in leaves):
-        return None
-    if not compat.nodes_in_order(functional):
-        return None
-    made = {id(y) for n in compat.nodes_in_order(functional) for y in n.outputs}
-    made.update(map(id, functional.inputs))
-    if not all(id(y) in made for y in functional.outputs):
-        return None
-    return functional
-
-
-def _runs_its_graph_only(model):
-    return (
-        compat.runs_as_keras(model)
-        and model.activity_regularizer is None
-        and not model.supports_masking
-        and model.quantization_mode is None
-    )
-
-
-def _masks(kwargs):
-    return keras.tree.flatten(kwargs.get("mask"))
-
-
-def _same_structure(given, expected):
-    if isinstance(given, keras.KerasTensor):
-        return len(keras.tree.flatten(expected)) == 1 and not isinstance(
-            expected, dict
-        )
-    try:
-        keras.tree.assert_same_structure(
-            keras.tree.lists_to_tuples(given),
-            keras.tree.lists_to_tuples(expected),
-        )
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _goes_in_as_it_is(x, spec):
-    return (
-        x.dtype == spec.dtype
-        and len(x.shape) == len(spec.shape)
-        and not any(
-            getattr(t, attribute, False)
-            for t in (x, spec)
-            for attribute in ("sparse", "ragged")
-        )
-    )

@@ -1,34 +1,17 @@
-"""Which calls of a model are recomputed together: plans and their planners.
+"""Which calls of a model are recomputed together: a plan, as plain data.
 
 A plan cuts the calls of a model, in the order in which they run, into
 segments. The forward pass keeps only the tensors at the boundaries; the
 backward pass runs each segment again. The last segment is not recomputed:
 its activations would be needed at once.
 
-The planners here cut once, into segments of equal size: gradient
-checkpointing, or "sublinear memory", after Chen et al., "Training Deep Nets
-with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174. About the
-square root of the number of calls is the best number of segments for a chain
-of equal calls (section 4.1 there). Not done here: time, nested segments,
-budgets.
-
-Nothing here needs TensorFlow or Keras.
+`tfckpt.planners` makes plans. Nothing here needs TensorFlow or Keras.
 """
 
 import dataclasses
-import difflib
 import json
-import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
-
-# A cut is searched within this part of a segment's size around the place of
-# equal sizes: far enough to leave the inside of a residual block, near enough
-# to keep the segments alike.
-_SEARCH = 0.5
 
 _FORMAT = 1
 
@@ -84,6 +67,8 @@ class Segment:
 class Plan:
     """Segments that together hold every call of a model once.
 
+    The functions in `tfckpt.planners` make one from the paths of the calls.
+
     Args:
         segments: The segments, in the order in which they run.
 
@@ -92,11 +77,14 @@ class Plan:
 
     Example:
 
-    >>> plan = uniform(["a", "b", "c", "d", "e"], 2)
-    >>> [segment.calls for segment in plan.segments]
-    [('a', 'b', 'c'), ('d', 'e')]
-    >>> [segment.recomputed for segment in plan.segments]
-    [True, False]
+    >>> plan = Plan(
+    ...     (
+    ...         Segment(["conv1", "conv2", "pool"]),
+    ...         Segment(["flatten", "dense"], recomputed=False),
+    ...     )
+    ... )
+    >>> plan.calls
+    ('conv1', 'conv2', 'pool', 'flatten', 'dense')
     >>> Plan.from_json(plan.to_json()) == plan
     True
     """
@@ -209,124 +197,6 @@ class Unsettled:
         return f"Plan: {self.asked!r}, not settled yet: {self.reason}"
 
 
-def uniform(
-    paths: Sequence[str],
-    segments: int,
-    sizes: Sequence[float] | None = None,
-    cuts: Sequence[float] | None = None,
-) -> Plan:
-    """Returns a plan of `segments` segments that are alike.
-
-    Args:
-        paths: Paths of the calls, in the order in which they run.
-        segments: Number of segments, from 1 to the number of calls.
-        sizes: Bytes of each call's output. Without them, or when they are
-            all equal, the segments hold equal numbers of calls, the first
-            ones one more where that can't be.
-        cuts: For each call the bytes that live on after it. Among places
-            that make the segments nearly alike, the cut with the fewest
-            bytes is taken. The last entry is not used.
-
-    Raises:
-        PlanError: `segments` is not a whole number in that range.
-
-    Example:
-
-    >>> plan = uniform([f"layer_{i}" for i in range(9)], 5)
-    >>> [len(segment.calls) for segment in plan.segments]
-    [2, 2, 2, 2, 1]
-    """
-    paths = _checked_paths(paths)
-    number = _checked_number(segments, len(paths))
-    ends = _ends(
-        _checked_sizes("sizes", sizes, len(paths)),
-        _checked_sizes("cuts", cuts, len(paths)),
-        number,
-        len(paths),
-    )
-    return _from_ends(paths, ends)
-
-
-def sqrt(
-    paths: Sequence[str],
-    sizes: Sequence[float] | None = None,
-    cuts: Sequence[float] | None = None,
-) -> Plan:
-    """Returns a plan of about the square root of n segments of equal bytes.
-
-    n counts the calls whose output holds bytes. For a chain of n equal calls
-    this keeps about 2 sqrt(n) outputs in place of n.
-
-    Args:
-        paths: Paths of the calls, in the order in which they run.
-        sizes: Bytes of each call's output.
-        cuts: For each call the bytes that live on after it; see `uniform`.
-
-    Example:
-
-    >>> plan = sqrt(["a", "b", "c", "d"], sizes=[6, 2, 2, 2])
-    >>> [segment.calls for segment in plan.segments]
-    [('a',), ('b', 'c', 'd')]
-    """
-    paths = _checked_paths(paths)
-    checked = _checked_sizes("sizes", sizes, len(paths))
-    holding = len(paths) if checked is None else np.count_nonzero(checked)
-    number = max(1, round(math.sqrt(holding)))
-    return uniform(paths, number, sizes, cuts)
-
-
-def at_boundaries(paths: Sequence[str], boundaries: Sequence[str]) -> Plan:
-    """Returns the plan in which a segment ends with each named call.
-
-    Args:
-        paths: Paths of the calls, in the order in which they run.
-        boundaries: Paths of calls: the boundary "conv1" means that a segment
-            ends with the call "conv1". The name of a nested model stands for
-            its last call. The order doesn't matter; the last call of the
-            model ends the last segment in any case.
-
-    Raises:
-        PlanError: A boundary is unknown or stands there twice.
-
-    Example:
-
-    >>> plan = at_boundaries(["a", "b/c", "b/d", "e"], ["b"])
-    >>> [segment.calls for segment in plan.segments]
-    [('a', 'b/c', 'b/d'), ('e',)]
-    """
-    paths = _checked_paths(paths)
-    if isinstance(boundaries, str) or not all(
-        isinstance(name, str) for name in boundaries
-    ):
-        raise PlanError(
-            "Boundaries are a list of call paths, such as "
-            f"{[paths[0]]!r}. Received: {boundaries!r}."
-        )
-    last = {}
-    for position, path in enumerate(paths):
-        last[path] = position
-        parts = path.split("/")
-        for depth in range(1, len(parts)):
-            last["/".join(parts[:depth])] = position
-    ends = []
-    for name in boundaries:
-        if name not in last:
-            near = difflib.get_close_matches(name, last, n=5, cutoff=0.5)
-            raise PlanError(
-                f"No call of the model is named {name!r}. "
-                + (f"Near matches: {', '.join(near)}. " if near else "")
-                + f"The {len(paths)} calls run from {paths[0]!r} to "
-                f"{paths[-1]!r}; `model.plan` prints them all."
-            )
-        ends.append(last[name] + 1)
-    if len(set(ends)) < len(ends):
-        raise PlanError(
-            f"Two boundaries end at the same call. Received: {boundaries!r}. "
-            "Name each call once."
-        )
-    return _from_ends(paths, sorted(set(ends) | {len(paths)}))
-
-
 def annotate(
     plan: Plan,
     sizes: Sequence[int | None],
@@ -352,98 +222,6 @@ def annotate(
             )
         )
     return Plan(tuple(segments))
-
-
-def _ends(sizes, cuts, number, length):
-    """Returns the position after each segment's last call."""
-    if sizes is None or np.all(sizes == sizes[0]):
-        sizes = np.ones(length)
-    # Equal counts, the larger segments first, as `numpy.array_split` has it.
-    counts = np.full(number, length // number)
-    counts[: length % number] += 1
-    targets = np.cumsum(sizes)[np.cumsum(counts) - 1]
-    if not np.all(sizes == sizes[0]):
-        targets = np.sum(sizes) * np.arange(1, number + 1) / number
-    before = np.concatenate([[0.0], np.cumsum(sizes)])
-    reach = _SEARCH * before[-1] / number
-    ends = []
-    for index in range(number - 1):
-        # Every segment before and after needs one call at least.
-        first = (ends[-1] if ends else 0) + 1
-        places = np.arange(first, length - (number - index - 1) + 1)
-        far = np.abs(before[places] - targets[index])
-        nearest = places[np.argmin(far)]
-        if cuts is None:
-            ends.append(int(nearest))
-            continue
-        near = places[far <= reach] if np.any(far <= reach) else [nearest]
-        ends.append(
-            int(
-                min(
-                    near,
-                    key=lambda p: (
-                        cuts[p - 1],
-                        abs(before[p] - targets[index]),
-                        p,
-                    ),
-                )
-            )
-        )
-    return [*ends, length]
-
-
-def _from_ends(paths, ends):
-    starts = [0, *ends[:-1]]
-    return Plan(
-        tuple(
-            Segment(paths[start:end], recomputed=end < len(paths))
-            for start, end in zip(starts, ends, strict=True)
-        )
-    )
-
-
-def _checked_paths(paths):
-    if isinstance(paths, str) or not all(isinstance(p, str) for p in paths):
-        raise PlanError(f"Call paths are strings. Received: {paths!r}.")
-    if not paths:
-        raise PlanError("A model without calls has nothing to plan.")
-    return tuple(paths)
-
-
-def _checked_number(segments, length):
-    try:
-        number = operator.index(segments)
-    except TypeError:
-        number = None
-    if number is None or isinstance(segments, (bool, np.bool_)):
-        raise PlanError(
-            f"The number of segments is an int from 1 to {length}, the "
-            f"number of calls. Received: {segments!r} of type "
-            f"{type(segments).__name__}."
-        )
-    if not 1 <= number <= length:
-        raise PlanError(
-            f"{length} calls can't be cut into {number} segments. Expected a "
-            f"number from 1 to {length}. Ask for fewer segments, or for "
-            '"sqrt".'
-            if number > length
-            else f"The number of segments is from 1 to {length}, the number "
-            f"of calls. Received: {number}. To recompute nothing, ask for "
-            "None."
-        )
-    return number
-
-
-def _checked_sizes(name, values, length):
-    if values is None:
-        return None
-    array = np.asarray(values, dtype=np.float64)
-    if array.shape != (length,) or not np.all(array >= 0):
-        raise PlanError(
-            f"`{name}` holds a number of bytes, 0 or more, for each of the "
-            f"{length} calls. Received: {values!r}."
-        )
-    return array
 
 
 def _total(sizes):

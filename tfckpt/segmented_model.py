@@ -2,27 +2,19 @@
 
 Gradient checkpointing of a whole model: the forward pass keeps the tensors
 at the boundaries of the segments of a plan, the backward pass runs each
-segment again (`tfckpt.plan` names the source). Layers, names, variables and
-files are those of the plain model.
+segment again (`tfckpt.planners` names the source). Layers, names, variables
+and files are those of the plain model.
 """
 
 import inspect
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 
 from tfckpt import _compat_graph as compat
-from tfckpt import graph as graph_lib
+from tfckpt import conversion, recomputation, segmentation, segments
 from tfckpt import plan as plan_lib
-from tfckpt import recomputation, segments
-
-# What an unknown size counts as when a plan has to be settled: only the
-# proportions of the segments depend on it, never a number in the training.
-_UNKNOWN_SIZE = 128
-
-_DEFAULT = "sqrt"
 
 # On the outputs that `clone_model` makes from a model: that model's plan.
 _MARK = "_tfckpt_plan"
@@ -93,16 +85,16 @@ class SegmentedModel(keras.Model):
             )
         marked = _unmarked(outputs)
         if asked is _MARK:
-            asked, shape = marked or (_DEFAULT, shape)
+            asked, shape = marked or (segmentation.DEFAULT, shape)
         super().__init__(*args, **kwargs)
-        self._segmentation = _Segmentation(self, asked, shape)
+        self._segmentation = segmentation.Segmentation(self, asked, shape)
 
     @classmethod
     def from_model(
         cls,
         model: keras.Model,
         *,
-        plan: Any = _DEFAULT,
+        plan: Any = segmentation.DEFAULT,
         input_shape: Any = None,
     ) -> "SegmentedModel":
         """Returns a model that segments `model` and shares its layers.
@@ -121,7 +113,7 @@ class SegmentedModel(keras.Model):
             TypeError: `model` has no graph, or methods that would be lost.
             ValueError: `model` is a Sequential that is not built.
         """
-        functional = _checked_functional(cls, model, input_shape)
+        functional = conversion.checked_functional(cls, model, input_shape)
         segmented = cls(
             functional.input,
             functional.output,
@@ -183,8 +175,9 @@ class SegmentedModel(keras.Model):
         return super().from_config(config, custom_objects=custom_objects)
 
     def _run_through_graph(self, *args, **kwargs):
-        # The only method of the model that `clone_model` goes through before
-        # it makes the clone from its inputs and outputs.
+        # A private method of Keras, overridden here because it has to be one
+        # of the class: the only method of the model that `clone_model` goes
+        # through before it makes the clone from its inputs and outputs.
         outputs = super()._run_through_graph(*args, **kwargs)
         if hasattr(self, "_segmentation"):
             for x in keras.tree.flatten(outputs):
@@ -201,151 +194,12 @@ SegmentedModel.__signature__ = inspect.Signature(
         for name in ("inputs", "outputs")
     ]
     + [
-        inspect.Parameter("plan", _KEYWORD, default=_DEFAULT),
+        inspect.Parameter("plan", _KEYWORD, default=segmentation.DEFAULT),
         inspect.Parameter("input_shape", _KEYWORD, default=None),
         inspect.Parameter("name", _KEYWORD, default=None),
         inspect.Parameter("trainable", _KEYWORD, default=None),
     ]
 )
-
-
-class _Segmentation:
-    """What a model was asked to plan, and what came of it.
-
-    An object of its own, so that Keras does not look into it for layers.
-    """
-
-    def __init__(self, model: Any, asked: Any, input_shape: Any) -> None:
-        self.asked = _checked_plan(asked)
-        self.input_shape = input_shape
-        self._shapes = _flat_shapes(model, input_shape)
-        self._graph = graph_lib.read(model)
-        self._parts = None
-        self.plan = None
-        if self.asked is not None:
-            self._settle(self._shapes, unknown=None)
-
-    def get_config(self) -> dict[str, Any]:
-        asked = self.asked
-        if isinstance(asked, plan_lib.Plan):
-            asked = asked.get_config()
-        elif isinstance(asked, tuple):
-            asked = list(asked)
-        return {"plan": asked, "input_shape": self.input_shape}
-
-    def settled(self, model: Any, flat: Sequence[Any]):
-        """Returns the graph and its parts, settling the plan if need be."""
-        if not self._graph.is_current():
-            self._graph = graph_lib.read(model)
-            self._parts = None
-        if self._parts is None:
-            shapes = self._shapes or [
-                None if x is None else tuple(x.shape) for x in flat
-            ]
-            self._settle(shapes, unknown=_UNKNOWN_SIZE)
-        return self._graph, self._parts
-
-    def _settle(self, shapes, unknown):
-        graph = self._graph
-        batch_size = next((s[0] for s in shapes or () if s), None)
-        specs = graph.infer(shapes)
-
-        def measure(batch_size):
-            return [
-                graph_lib.tensor_bytes(spec, batch_size, unknown)
-                for spec in specs
-            ]
-
-        plan = self._make(measure(batch_size or 1), unknown)
-        self.plan = plan
-        if isinstance(plan, plan_lib.Unsettled):
-            return
-        known = measure(batch_size)
-        self.plan = plan_lib.annotate(
-            plan,
-            [_total(known, call) for call in graph.calls],
-            [
-                [(graph.names[key], known[key]) for key in keys]
-                for keys in graph.live()
-            ],
-        )
-        self._parts = segments.split(graph, self.plan)
-
-    def _make(self, sizes, unknown):
-        graph, asked = self._graph, self.asked
-        if isinstance(asked, plan_lib.Plan):
-            return asked
-        if isinstance(asked, tuple):
-            return plan_lib.at_boundaries(graph.paths, asked)
-        calls = [_total(sizes, call) for call in graph.calls]
-        live = [[sizes[key] for key in keys] for keys in graph.live()]
-        if isinstance(asked, int):
-            # Says what is wrong with the number even before sizes are known.
-            plan_lib.uniform(graph.paths, asked)
-        if None in calls or any(None in keys for keys in live):
-            if unknown is None:
-                position = calls.index(None) if None in calls else 0
-                return plan_lib.Unsettled(
-                    asked,
-                    f"the size of the output of '{graph.paths[position]}' is "
-                    "not known before the first batch. Give `input_shape` to "
-                    "know it earlier.",
-                )
-            # Tensors of unknown item size (strings, sparse) count nothing.
-            calls = [size or 0 for size in calls]
-            live = [[size or 0 for size in keys] for keys in live]
-        cuts = [sum(keys) for keys in live]
-        if isinstance(asked, int):
-            return plan_lib.uniform(graph.paths, asked, calls, cuts)
-        return plan_lib.sqrt(graph.paths, calls, cuts)
-
-
-def _total(sizes, call):
-    made = [sizes[key] for _, outputs in call.steps for key in outputs]
-    return None if None in made else sum(made)
-
-
-def _checked_plan(asked):
-    if asked is None or isinstance(asked, plan_lib.Plan) or asked == _DEFAULT:
-        return asked
-    if isinstance(asked, (list, tuple)) and all(
-        isinstance(path, str) for path in asked
-    ):
-        return tuple(asked)
-    if not isinstance(asked, (bool, str)):
-        try:
-            return operator.index(asked)
-        except TypeError:
-            pass
-    raise plan_lib.PlanError(
-        '`plan` is None, "sqrt", a number of segments, a list of call paths '
-        f"or a Plan. Received: {asked!r} of type {type(asked).__name__}."
-        + (f" Did you mean [{asked!r}]?" if isinstance(asked, str) else "")
-    )
-
-
-def _flat_shapes(model, input_shape):
-    if input_shape is None:
-        return None
-    shapes = []
-    keras.tree.map_shape_structure(
-        lambda shape: shapes.append(tuple(shape)), input_shape
-    )
-    expected = [tuple(x.shape) for x in model.inputs]
-    if len(shapes) != len(expected) or any(
-        len(a) != len(b)
-        or any(
-            x is not None and y not in (x, None)
-            for x, y in zip(b, a, strict=True)
-        )
-        for a, b in zip(shapes, expected, strict=True)
-    ):
-        raise plan_lib.PlanError(
-            "`input_shape` is the shape of each input, the batch dimension "
-            f"first. Received: {input_shape!r}. Expected something like "
-            f"{expected[0] if len(expected) == 1 else expected}."
-        )
-    return shapes
 
 
 def _unmarked(outputs):
@@ -356,90 +210,3 @@ def _unmarked(outputs):
             marked = getattr(x, _MARK)
             delattr(x, _MARK)
     return marked
-
-
-def _checked_functional(cls, model, input_shape):
-    kind = type(model).__name__
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            "SegmentedModel.from_model takes a keras.Model. Received: "
-            f"{model!r} of type {kind}. For a layer there is "
-            "tfckpt.Recompute, for a function tfckpt.recompute."
-        )
-    if isinstance(model, keras.Sequential):
-        if not compat.functional_of(model) and input_shape is not None:
-            model.build(input_shape)
-        if not compat.functional_of(model):
-            raise ValueError(
-                f"The Sequential '{model.name}' is not built, so its calls "
-                f"are not known. Received: input_shape={input_shape!r}. Add "
-                "a keras.Input first, call `build`, or give `input_shape` "
-                "with the batch dimension, such as (None, 32). A Sequential "
-                "that takes several inputs has no graph; use "
-                "tfckpt.Recompute for its layers."
-            )
-    functional = compat.functional_of(model)
-    if functional is None:
-        raise TypeError(
-            f"'{model.name}' is a subclassed model ({kind}): what its `call` "
-            "does can't be read as a graph. Expected a Functional or "
-            "Sequential model. Wrap the layers that it calls in "
-            "tfckpt.Recompute instead."
-        )
-    lost = _lost_methods(cls, model)
-    if lost:
-        raise TypeError(
-            f"'{model.name}' of type {kind} has methods that "
-            f"{cls.__name__} would lose: {', '.join(lost)}. Put them into a "
-            f"class of your own, `class Segmented{kind}(tfckpt.Segmented"
-            f"Model)`, and call `Segmented{kind}.from_model(model)`; or, if "
-            "you don't need them, segment `keras.Model(model.input, "
-            "model.output)`; or wrap its layers in tfckpt.Recompute."
-        )
-    beside = compat.layers_beside(model, functional)
-    if beside:
-        names = ", ".join(layer.name for layer in beside)
-        raise TypeError(
-            f"'{model.name}' holds layers that are not in its graph, which "
-            f"{cls.__name__} would lose: {names}. Segment `keras.Model("
-            "model.input, model.output)`, and attach them to the result."
-        )
-    return functional
-
-
-def _lost_methods(cls, model):
-    """Returns names of methods of the model's class that `cls` lacks."""
-    # How it is made and saved is replaced on purpose.
-    replaced = {"get_config", "from_config"}
-    lost = set()
-    for base in type(model).__mro__:
-        if base in cls.__mro__ or base.__module__.split(".")[0] == "keras":
-            continue
-        for name, value in vars(base).items():
-            method = callable(value) or isinstance(
-                value, (property, classmethod, staticmethod)
-            )
-            if not method or name in replaced:
-                continue
-            if name.startswith("__") and name != "__call__":
-                continue
-            if not _has_own(cls, name):
-                lost.add(name)
-    # Keras itself sets `build` and `quantize` on every layer.
-    lost.update(
-        name
-        for name, value in vars(model).items()
-        if callable(value)
-        and callable(getattr(type(model), name, None))
-        and name not in ("build", "quantize")
-    )
-    return sorted(lost)
-
-
-def _has_own(cls, name):
-    return any(
-        name in vars(base)
-        for base in cls.__mro__
-        if base.__module__.split(".")[0] not in ("keras", "tfckpt")
-        and base is not object
-    )

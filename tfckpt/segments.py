@@ -101,7 +101,7 @@ def split(graph: graph_lib.Graph, plan: plan_lib.Plan) -> tuple[Part, ...]:
             key
             for key in arguments
             if last[key] >= end
-            and (key in masked or graph_lib.is_float(graph.specs[key]))
+            and (key in masked or _is_float(graph.specs[key]))
         ]
         parts.append(
             Part(
@@ -258,6 +258,12 @@ class Run:
         values.update(
             zip(call.outputs, keras.tree.flatten(outputs), strict=False)
         )
+
+
+def _is_float(spec):
+    """Whether a tensor may have a gradient."""
+    dtype = keras.backend.standardize_dtype(spec.dtype)
+    return "float" in dtype or "complex" in dtype
 
 
 def _filled_in(node, feeds, values):

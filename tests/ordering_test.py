@@ -1,0 +1,61 @@
+"""What makes a recomputation wait, as the compilers of devices take it."""
+
+import importlib.util
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tfckpt
+from tfckpt import memory
+
+needs_compilers = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="the [compile] extra is not installed",
+)
+
+
+def _two_streams(wrap, width=512, segments=4, layers=4):
+    """A step with two streams of activations through each segment."""
+    weights = [
+        keras.Variable(tf.eye(width), name=f"w{i}")
+        for i in range(2 * segments * layers)
+    ]
+
+    def segment(start):
+        def run(h, k):
+            for i in range(start, start + 2 * layers, 2):
+                h, k = (
+                    tf.tanh(tf.matmul(h, weights[i])),
+                    tf.tanh(tf.matmul(k, weights[i + 1])),
+                )
+            return h, k
+
+        last = start + 2 * layers == len(weights)
+        return run if last else wrap(run)
+
+    parts = [segment(2 * layers * i) for i in range(segments)]
+
+    def step(h, k):
+        with tf.GradientTape() as tape:
+            for part in parts:
+                h, k = part(h, k)
+            loss = tf.reduce_mean(h * k)
+        return tape.gradient(loss, [w.value for w in weights])
+
+    return step, [tf.TensorSpec([8 * width, width])] * 2
+
+
+@needs_compilers
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("target", "bar"), [("cpu", 0.6), ("v5e", 0.6), ("a100-40gb", 0.6)]
+)
+def test_two_streams(target, bar):
+    """A data dependency alone is not enough on a GPU, a barrier on a CPU."""
+    taken = []
+    for wrap in (lambda fn: fn, tfckpt.recompute):
+        step, inputs = _two_streams(wrap)
+        found = memory.compiled_memory(step, *inputs, target=target)
+        taken.append(found.temporaries)
+    assert taken[1] / taken[0] < bar, taken
