@@ -287,7 +287,8 @@ def test_captured_tensor_of_a_function_differentiated_from_outside():
     @tf.function
     def forward(x):
         scaled = 3.0 * y
-        return tfckpt.recompute(lambda x: tf.tanh(x * scaled))(x)
+        block = tfckpt.recompute(lambda x: tf.tanh(x * scaled))
+        return block(block(x))
 
     with tf.GradientTape() as tape:
         tape.watch(X)
@@ -295,7 +296,7 @@ def test_captured_tensor_of_a_function_differentiated_from_outside():
     actual = tape.gradient(result, [X, y])
     with tf.GradientTape() as tape:
         tape.watch(X)
-        result = tf.tanh(X * (3.0 * y))
+        result = tf.tanh(tf.tanh(X * (3.0 * y)) * (3.0 * y))
     for e, a in zip(tape.gradient(result, [X, y]), actual, strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-5)
 
@@ -857,6 +858,28 @@ def test_inside_a_while_loop(mode):
         return equality.Subject(call, dense.variables)
 
     equality.check(make, [X], tfckpt.recompute, mode)
+
+
+def test_loop_inside_differentiated_from_outside():
+    """There the recomputation is built in another graph."""
+    weight = tf.Variable(Y)
+
+    def fn(x):
+        return tf.while_loop(
+            lambda i, x: i < 3,
+            lambda i, x: (i + 1, tf.tanh(x * weight)),
+            (0, x),
+            maximum_iterations=3,
+        )[1]
+
+    gradients = []
+    for function in (fn, tf.function(tfckpt.recompute(fn))):
+        with tf.GradientTape() as tape:
+            tape.watch(X)
+            y = tf.reduce_sum(function(X) ** 2)
+        gradients.append(tape.gradient(y, [X, weight]))
+    for plain, ours in zip(*gradients, strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 @modes

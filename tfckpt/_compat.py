@@ -165,20 +165,6 @@ def observed_ops(callback: Callable[..., None]) -> Iterator[None]:
                 execute.execute = execute.execute_with_callbacks
 
 
-def local_capture(tensor: Any) -> Any:
-    """`tensor` as the graph that is being built sees it.
-
-    Gradients of a `tf.function` are built in another graph; there the ops
-    read a capture of the tensor, and a tape must watch that.
-    """
-    if tf.executing_eagerly():
-        return tensor
-    graph = tf.compat.v1.get_default_graph()
-    if getattr(tensor, "graph", None) is graph:
-        return tensor
-    return graph.capture(tensor)
-
-
 def variable_dtype(handle: Any) -> tf.DType | None:
     """The dtype of the variable behind a resource handle, None if unknown.
 

@@ -220,7 +220,7 @@ class _Recomputation:
             )
             leaves = [
                 *fresh,
-                *map(_compat.local_capture, self._captured),
+                *self._captured,
                 *(variable.leaf for variable in self._variables),
             ]
             for leaf, watched in zip(leaves, self._watched, strict=True):

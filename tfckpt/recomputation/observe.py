@@ -23,16 +23,25 @@ from tfckpt.recomputation import (
     unrepeatable,
 )
 
-# Ops that move tensors; how many there are depends on what records.
+# Ops that move tensors, and how loops and branches are put into a graph: how
+# many there are depends on what records, and in which graph.
 _BOOKKEEPING = frozenset(
     [
+        "Case",
         "Const",
         "Identity",
         "IdentityN",
+        "If",
         "NoOp",
+        "PartitionedCall",
         "Placeholder",
         "ReadVariableOp",
+        "StatefulPartitionedCall",
+        "StatelessIf",
+        "StatelessWhile",
         "StopGradient",
+        "While",
+        "ZerosLike",
     ]
 )
 

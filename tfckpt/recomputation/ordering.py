@@ -7,10 +7,10 @@ saved. What holds it back differs:
 - eager mode: nothing is needed, Python decides the order;
 - a graph: control dependencies on the upstream gradients, which Grappler
   keeps and which copy nothing;
-- XLA ignores control dependencies. TPU and GPU respect an optimization
-  barrier that ties inputs and upstream gradients; XLA:CPU drops barriers and
-  respects only data dependencies; two streams of activations through one
-  segment need both on the GPU. `benchmarks/compiled_memory.py` measures it.
+- XLA ignores control dependencies. XLA:CPU drops optimization barriers and
+  respects data dependencies, and so does the GPU; a TPU merges part of the two
+  passes of a convolutional network without a barrier that ties inputs and
+  upstream gradients. `benchmarks/compiled_memory.py` measures it.
 """
 
 from collections.abc import Sequence

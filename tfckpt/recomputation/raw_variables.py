@@ -45,9 +45,7 @@ class RawVariable:
     @property
     def leaf(self) -> Any:
         """What a tape of the replay watches."""
-        if self._variable is not None:
-            return self._variable
-        return _compat.local_capture(self._handle)
+        return self._handle if self._variable is None else self._variable
 
     def check(self) -> None:
         """Raises, or asserts in a graph, if the variable has changed."""
