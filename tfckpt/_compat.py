@@ -6,6 +6,7 @@ fails when the list grows unnoticed.
 """
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +28,7 @@ from tensorflow.python.eager import (
     forwardprop_util,
     record,
 )
-from tensorflow.python.framework import op_callbacks
+from tensorflow.python.framework import op_callbacks, op_def_registry
 from tensorflow.python.ops import (
     control_flow_util,
     control_flow_v2_func_graphs,
@@ -111,6 +112,34 @@ def hlo_module(serialized: bytes) -> Any:
     private.
     """
     return hlo_pb2.HloProto.FromString(serialized)
+
+
+def is_stateful(op_type: str) -> bool:
+    """Whether ops of this type have state or effects.
+
+    `op.op_def` is public, but an op of eager mode has none to ask.
+    """
+    definition = op_def_registry.get(op_type)
+    return definition is not None and definition.is_stateful
+
+
+def on_stack(names: frozenset[str], until: Any = None) -> bool:
+    """Whether a function of one of these names is running.
+
+    The names are of private functions, which leave no other trace:
+    `_pfor_impl` of `tf.vectorized_map`, and the decorators of
+    `tf.custom_gradient`.
+
+    Args:
+        names: of functions.
+        until: a code object; frames outside of it don't count.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not until:
+        if frame.f_code.co_name in names:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def unconverted(function: Callable[..., Any]) -> Callable[..., Any]:

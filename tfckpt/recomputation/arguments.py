@@ -5,9 +5,11 @@ they carry are taken out; everything else (None, bool, str, numbers, arrays,
 callables, variables) stays the Python value that it is.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfckpt import _compat
@@ -51,7 +53,15 @@ class Structure:
                 parts = tf.nest.flatten(leaf, expand_composites=True)
                 tensors.extend(parts)
                 self._leaves.append((len(parts), leaf))
+            elif isinstance(leaf, Iterator):
+                raise TypeError(
+                    "A recomputed function can't take an iterator, which is "
+                    f"used up the second time. Received: {leaf!r}. Pass a "
+                    "list or a tensor."
+                )
             else:
+                if isinstance(leaf, np.ndarray):
+                    leaf = leaf.copy()  # the caller may fill it again
                 self._leaves.append((0, leaf))
         self._containers = tf.nest.map_structure(lambda leaf: 0, value)
         masks = [_compat.get_mask(tensor) for tensor in tensors]

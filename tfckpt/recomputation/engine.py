@@ -111,27 +111,40 @@ class _Recomputation:
         inputs = self._inputs.tensors
         if _compat.has_tangent(inputs):
             return self._plainly()
-        observer = observe.Observer(self._label, inputs)
+        # Tensors of its own: the function may hold the same ones, and what it
+        # reads from outside is differentiated by another way.
+        handed = [tf.identity(tensor) for tensor in inputs]
+        observer = observe.Observer(self._label, handed)
         with (
             switch.no_recompute(),
             _unrecorded(),
             observer.observing(),
             _compat.watch_variables() as watcher,
-            state.ForwardScope(self._label, observer) as scope,
+            state.ForwardScope(
+                self._label, observer, _Recomputation._call.__code__
+            ) as scope,
         ):
-            result = self._call(inputs)
+            result = self._call(handed)
+            outputs = arguments.Structure(result)
+            observer.results(outputs.tensors)
         sources = self._sources(observer, watcher, scope)
         if _compat.has_tangent(sources):
             return self._plainly()
-        outputs = arguments.Structure(result)
-        losses = [loss for _, loss in scope.layer_losses]
-        tensors = self._attach(outputs.tensors + losses, sources)
+        # Keras drops the losses of a layer when it is called anew.
+        kept = {id(loss) for loss in scope.losses}
+        self._losses = [
+            i
+            for i, (_, loss) in enumerate(scope.layer_losses)
+            if id(loss) in kept
+        ]
+        losses = [scope.layer_losses[i] for i in self._losses]
+        tensors = self._attach(
+            [*outputs.tensors, *(loss for _, loss in losses)], sources
+        )
         for variable, value in scope.updates.values():
             variable.assign(value)
         count = len(outputs.tensors)
-        for (layer, _), loss in zip(
-            scope.layer_losses, tensors[count:], strict=True
-        ):
+        for (layer, _), loss in zip(losses, tensors[count:], strict=True):
             layer.add_loss(loss)
         return outputs.pack(tensors[:count])
 
@@ -152,7 +165,7 @@ class _Recomputation:
             state.read(variable, scope.original_scope)[0]
             for variable in self._reads
         ]
-        self._observed = observer
+        self._trace = observer.trace
         self._captured = observer.captured
         self._variables = observer.raw_variables(
             [
@@ -171,8 +184,13 @@ class _Recomputation:
     def _attach(self, tensors, sources):
         """Gives the results a gradient that runs the function again."""
         self._specs = [(x.dtype, x.shape) for x in tensors]
+        # A tensor that is returned twice is attached once, so that what its
+        # readers contribute to its gradient is added in one sum.
+        first = {id(x): i for i, x in reversed(list(enumerate(tensors)))}
         places = [
-            i for i, x in enumerate(tensors) if arguments.is_differentiable(x)
+            i
+            for i, x in enumerate(tensors)
+            if arguments.is_differentiable(x) and first[id(x)] == i
         ]
         if not places or not any(self._watched):
             return tensors
@@ -201,7 +219,10 @@ class _Recomputation:
             if len(places) > 1:
                 tensor = _noticed(tensor, i, live)
             results[place] = tensor
-        return results
+        return [
+            results[first[id(x)]] if arguments.is_differentiable(x) else x
+            for x in tensors
+        ]
 
     def _backward(self, sources, places, upstream):
         """The gradients of `sources`: None where there is no connection."""
@@ -221,7 +242,7 @@ class _Recomputation:
             leaves = [
                 *fresh,
                 *self._captured,
-                *(variable.leaf for variable in self._variables),
+                *(variable.handle for variable in self._variables),
             ]
             for leaf, watched in zip(leaves, self._watched, strict=True):
                 if watched:
@@ -235,7 +256,8 @@ class _Recomputation:
                 return _noticed(leaves[i], i, order)
 
             def read(position, assigned):
-                used.add(i := n_inputs + position)
+                i = n_inputs + position
+                used.add(i)
                 if assigned is not None:
                     leaves[i] = tf.identity(assigned)
                     if self._watched[i]:
@@ -249,10 +271,10 @@ class _Recomputation:
                 variable.check()
             with scope, observer.observing():
                 result = self._call(inputs)
-            if not switch.was_asked():
-                self._observed.compare(observer)
-        results = arguments.Structure(result).tensors + scope.layer_losses
+        results = arguments.Structure(result).tensors
+        results += [scope.layer_losses[i] for i in self._losses]
         self._check(results)
+        self._trace.compare(observer.trace)
         asked = [i for i in sorted(used) if self._watched[i]]
         with scope.closed():
             found = tape.gradient(

@@ -1,18 +1,15 @@
-"""What a function reads from outside, and what it may not do.
+"""What a function reads from outside.
 
 Beside its arguments a function can read tensors of its surroundings (a
-closure), raw `tf.Variable`s, and random numbers that come from no Keras state.
-The first are differentiated, the second are held to the value that was read,
-the last are refused: a second run would draw others.
+closure), which are differentiated, and raw `tf.Variable`s, which are held to
+the value that was read. What can't be repeated is refused on the way.
 """
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfckpt import _compat
@@ -20,30 +17,13 @@ from tfckpt.recomputation import (
     arguments,
     errors,
     raw_variables,
+    trace,
     unrepeatable,
 )
 
-# Ops that move tensors, and how loops and branches are put into a graph: how
-# many there are depends on what records, and in which graph.
-_BOOKKEEPING = frozenset(
-    [
-        "Case",
-        "Const",
-        "Identity",
-        "IdentityN",
-        "If",
-        "NoOp",
-        "PartitionedCall",
-        "Placeholder",
-        "ReadVariableOp",
-        "StatefulPartitionedCall",
-        "StatelessIf",
-        "StatelessWhile",
-        "StopGradient",
-        "While",
-        "ZerosLike",
-    ]
-)
+
+# What a graph puts in the place of a tensor of another graph, or of none.
+_CAPTURES = ("Const", "Placeholder")
 
 
 class Observer:
@@ -52,19 +32,21 @@ class Observer:
     Args:
         label: names the function in errors.
         inputs: the tensors that it is given.
+
+    Attributes:
+        trace: the ops that ran.
     """
 
     def __init__(self, label: str, inputs: list[tf.Tensor]):
         self._label = label
         self._produced = {_key(tensor) for tensor in inputs}
-        self._external = {}
+        self._read = {}
         self._handles = {}
         self._hidden = set()  # handles that only a function read
-        self._ops = []  # types, in order
-        self._constants = set()  # numbers made outside of TensorFlow
         self._paused = False
         self._graph = None
         self._thread = None
+        self.trace = trace.Trace(label)
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -87,37 +69,23 @@ class Observer:
                     self._note(
                         op.type,
                         op.inputs,
-                        [op.node_def.attr["f"]],
+                        ["f", op.node_def.attr["f"]],
                         op.outputs,
                         op.name,
                         self._graph,
                     )
+        self._read = {
+            key: outside
+            for tensor in self._read.values()
+            if (outside := self._outside(tensor)) is not None
+            for key in (_key(outside),)
+        }
         self._produced.clear()
 
-    def compare(self, replay: "Observer") -> None:
-        """Raises if the replay did something else than this forward pass.
-
-        Other ops, or other numbers made outside of TensorFlow, come from a
-        choice in Python: `random`, `numpy.random`, a counter, a cache.
-        """
-        if self._ops != replay._ops:
-            forward, again = next(
-                pair
-                for pair in itertools.zip_longest(self._ops, replay._ops)
-                if pair[0] != pair[1]
-            )
-            difference = f"runs the op {again} where it ran {forward} before"
-        elif not replay._constants <= self._constants:
-            difference = "uses another constant than before"
-        else:
-            return
-        raise errors.RecomputeError(
-            f"The recomputation of {self._label} {difference}: it depends on "
-            "something in Python that has changed (random or numpy.random, a "
-            "counter, a tensor cached at the first run). Draw with "
-            "keras.random, pass what changes as an argument, or leave this "
-            "part out of recomputation."
-        )
+    def results(self, tensors: list[tf.Tensor]) -> None:
+        """Takes note of what the function returns; it may be a captured one."""
+        for tensor in tensors:
+            self._note_read(tensor)
 
     @contextlib.contextmanager
     def unnoticed(self) -> Iterator[None]:
@@ -135,7 +103,7 @@ class Observer:
     @property
     def captured(self) -> list[tf.Tensor]:
         """The differentiable tensors read that are no inputs."""
-        return list(self._external.values())
+        return list(self._read.values())
 
     def raw_variables(
         self, known: list[tf.Variable]
@@ -146,25 +114,27 @@ class Observer:
             known: those that TensorFlow reported, which are the trainable
                 ones. Of others only the handle is known.
         """
-        found = [
-            raw_variables.RawVariable(self._label, v.handle, v) for v in known
-        ]
-        # In a graph a loop or function reads a capture of the handle, which
-        # is another tensor for a tape than the variable is.
-        eager = {_key(v.handle) for v in known}
+        handles = {_key(v.handle): v.handle for v in known}
+        names = {_key(v.handle): v.name for v in known}
         for key, handle in self._handles.items():
-            if key in eager or _compat.variable_dtype(handle) is None:
+            outermost = _outermost(handle)
+            dtype = _compat.variable_dtype(outermost)
+            if dtype is None:
                 continue
             if key in self._hidden:
                 raise errors.RecomputeError(
                     f"{self._label} calls a tf.function that reads a variable "
-                    f"({_compat.variable_dtype(handle).name}). In eager mode "
-                    "nothing tells which, so that it can't be differentiated. "
-                    "Put tf.function around the training step instead, or "
-                    "remove it."
+                    f"({dtype.name}). In eager mode nothing tells which, so "
+                    "that it can't be differentiated. Put tf.function around "
+                    "the training step instead, or remove it."
                 )
-            found.append(raw_variables.RawVariable(self._label, handle))
-        return found
+            handles.setdefault(_key(outermost), outermost)
+        return [
+            raw_variables.RawVariable(
+                self._label, handle, names.get(key, "its name is not known")
+            )
+            for key, handle in handles.items()
+        ]
 
     def _callback(
         self, op_type, inputs, attrs, outputs, op_name=None, graph=None
@@ -180,41 +150,74 @@ class Observer:
             self._produced.update(map(_key, outputs))
             return
         op_type, op_name = _text(op_type), _text(op_name or "")
+        attrs = tuple(attrs or ())
         unrepeatable.refuse(op_type, self._label, op_name)
+        if op_type == "Const":
+            self._note_constant(outputs[0])
         if graph is not self._graph:
             return  # the body of a loop or function, which is traced
-        if op_type not in _BOOKKEEPING:
-            self._ops.append(
-                "a tf.function" if op_type.startswith("__") else op_type
-            )
-        if op_type == "Const" and arguments.is_differentiable(outputs[0]):
-            value = tf.make_ndarray(outputs[0].op.get_attr("value"))
-            self._constants.add(_fingerprint(value))
-        functions = [op_type, *_names(attrs or ())]
+        self.trace.op(op_type, attrs)
+        functions = [op_type, *_names(attrs)]
         for function in functions:
             for inner in unrepeatable.unrepeatable_ops(function):
                 unrepeatable.refuse(inner, self._label, op_name)
         for tensor in inputs:
             if not isinstance(tensor, tf.Tensor):
                 continue
-            key = _key(tensor)
             if tensor.dtype == tf.resource:
+                key = _key(tensor)
                 self._handles.setdefault(key, tensor)
                 if tf.executing_eagerly() and any(
                     map(_compat.function_definition, functions)
                 ):
                     self._hidden.add(key)
-            elif key not in self._produced and arguments.is_differentiable(
-                tensor
-            ):
-                if tf.executing_eagerly() and key not in self._external:
-                    self._constants.add(_fingerprint(tensor.numpy()))
-                self._external.setdefault(key, tensor)
+            else:
+                self._note_read(tensor)
         self._produced.update(map(_key, outputs))
 
+    def _note_constant(self, tensor):
+        value = tensor.op.get_attr("value")
+        if tensor.dtype != tf.string:
+            self.trace.constant(tf.make_ndarray(value))
 
-def _fingerprint(value: np.ndarray) -> tuple[Any, ...]:
-    return value.dtype.name, value.shape, hash(value.tobytes())
+    def _note_read(self, tensor):
+        key = _key(tensor)
+        if key in self._read:
+            return
+        if tf.executing_eagerly():
+            if key in self._produced:
+                return
+            if tensor.dtype not in (tf.string, tf.variant, tf.resource):
+                self.trace.constant(tensor.numpy())
+        elif key in self._produced and tensor.op.type not in _CAPTURES:
+            return
+        if arguments.is_differentiable(tensor):
+            self._read[key] = tensor
+
+    def _outside(self, tensor):
+        """The tensor that a closure holds; None for one that is made inside.
+
+        A capture looks like an op that the function makes.
+        """
+        outermost = _outermost(tensor)
+        if outermost is tensor and _key(tensor) in self._produced:
+            return None
+        return outermost
+
+
+def _outermost(tensor: tf.Tensor) -> tf.Tensor:
+    """What `tensor` is a capture of, in the graph where that was made.
+
+    The graph in which the gradient is built captures it for itself, so that
+    the capture in this graph would not be met again.
+    """
+    while hasattr(tensor, "op") and tensor.op.type in _CAPTURES:
+        captures = getattr(tensor.graph, "captures", ())
+        outer = [x for x, inner in captures if inner.name == tensor.name]
+        if not outer:
+            break
+        tensor = outer[0]
+    return tensor
 
 
 def _names(attrs: Iterable[Any]) -> Iterator[str]:
@@ -232,6 +235,7 @@ def _text(name: str | bytes) -> str:
 
 
 def _key(tensor: Any) -> Any:
-    if hasattr(tensor, "graph") and not tf.executing_eagerly():
-        return tensor.name
-    return _compat.tensor_id(tensor)
+    """A name for a tensor that no other has while the function runs."""
+    if isinstance(tensor, tf.__internal__.EagerTensor):
+        return _compat.tensor_id(tensor)
+    return tensor.name, id(tensor.graph)

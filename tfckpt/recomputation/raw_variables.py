@@ -4,8 +4,6 @@ The recomputation reads them again, so they are held to the value of the
 forward pass.
 """
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfckpt import _compat
@@ -20,32 +18,21 @@ class RawVariable:
     assign such a variable between the forward pass and the gradient.)
 
     Attributes:
+        handle: what a tape of the replay watches.
         value: what the forward pass read, as a tensor that tapes follow.
     """
 
-    def __init__(
-        self,
-        label: str,
-        handle: tf.Tensor,
-        variable: tf.Variable | None = None,
-    ):
+    def __init__(self, label: str, handle: tf.Tensor, name: str):
         self._label = label
-        self._handle = handle
+        self._name = name
         self._dtype = _compat.variable_dtype(handle)
-        self._variable = variable
+        self.handle = handle
         self.value = self._read()
-        if variable is not None:
-            self.value = tf.convert_to_tensor(variable)
 
     def _read(self) -> tf.Tensor:
         return tf.raw_ops.ReadVariableOp(
-            resource=self._handle, dtype=self._dtype
+            resource=self.handle, dtype=self._dtype
         )
-
-    @property
-    def leaf(self) -> Any:
-        """What a tape of the replay watches."""
-        return self._handle if self._variable is None else self._variable
 
     def check(self) -> None:
         """Raises, or asserts in a graph, if the variable has changed."""
@@ -53,9 +40,9 @@ class RawVariable:
         same = tf.reduce_all(
             (now == before) | ((now != now) & (before != before))
         )
-        name = getattr(self._variable, "name", "its name is not known")
+        kind = f"{self._dtype.name}{list(before.shape)}"
         message = (
-            f"A tf.Variable ({name}; {self._dtype.name}{list(before.shape)}) "
+            f"A tf.Variable ({self._name}; {kind}) "
             f"that {self._label} reads was assigned between the forward pass "
             "and its gradient, so that the recomputation would use the new "
             "value. Assign it later, pass its value as an argument, or make "

@@ -23,9 +23,17 @@ import tensorflow as tf
 from tfckpt import _compat
 from tfckpt.recomputation import errors, observe
 
+# The frames of `tf.custom_gradient` while it runs the function.
+_CUSTOM_GRADIENT = frozenset(["_eager_mode_decorator", "_graph_mode_decorator"])
+
 
 class ForwardScope(keras.StatelessScope):
     """Takes note of reads, holds back assignments and losses.
+
+    Args:
+        label: names the function in errors.
+        observer: takes note of the ops of the forward pass.
+        until: the code of the frame in which the function is called.
 
     Attributes:
         reads: variables in the order in which they were read.
@@ -34,8 +42,9 @@ class ForwardScope(keras.StatelessScope):
         raw: references to the `tf.Variable`s behind Keras variables.
     """
 
-    def __init__(self, label: str, observer: observe.Observer):
+    def __init__(self, label: str, observer: observe.Observer, until: Any):
         super().__init__(collect_losses=True)
+        self._until = until
         self._label = label
         self._observer = observer
         self._graph = _current_graph()
@@ -60,6 +69,7 @@ class ForwardScope(keras.StatelessScope):
             self._current[key] = value
             self._observer.ignore(value)
             self.raw |= raw
+        self._refuse_custom_gradient(variable)
         self.reads.append(variable)
         return self._current[key]
 
@@ -83,6 +93,18 @@ class ForwardScope(keras.StatelessScope):
         # The scope is not told which layer calls; `Layer.add_loss` is.
         layer = inspect.currentframe().f_back.f_locals.get("self")
         self.layer_losses.append((layer, loss))
+
+    def _refuse_custom_gradient(self, variable: keras.Variable) -> None:
+        if variable.trainable and _compat.on_stack(
+            _CUSTOM_GRADIENT, until=self._until
+        ):
+            raise errors.RecomputeError(
+                f"{self._label} reads the weight '{variable.path}' inside a "
+                "function with a gradient of its own (tf.custom_gradient, "
+                "tf.recompute_grad, keras.remat), which would not see that it "
+                "depends on the weight. Pass the weight to that function as "
+                "an argument, or leave it out of recomputation."
+            )
 
     def _refuse_stale(self, variable: keras.Variable) -> None:
         if id(variable) in self.updates:
@@ -193,7 +215,8 @@ def read(
     """
     value = None if outer is None else outer.get_current_value(variable)
     if value is not None:
-        return tf.convert_to_tensor(value), set()
+        # A tensor of its own: the function may hold the same one.
+        return tf.identity(value), set()
     if _compat.stored_value(variable) is None:
         _compat.initialize_variables()
     with _compat.watch_variables() as watcher:

@@ -18,7 +18,6 @@ from tfckpt import _compat
 class _Switch(threading.local):
     off = 0
     recomputing = 0
-    asked = False
 
 
 _switch = _Switch()
@@ -28,8 +27,9 @@ def is_recomputing() -> bool:
     """Whether the code runs again, for the backward pass, in this thread.
 
     For side effects that must happen once: prints, counters kept in Python,
-    data written to a file. In a `tf.function` it is a Python bool while the
-    function is traced, as the recomputation is traced for itself.
+    data written to a file. What is computed must not depend on it. In a
+    `tf.function` it is a Python bool while the function is traced, as the
+    recomputation is traced for itself.
 
     Returns:
         True in a recomputation, False in a forward pass and elsewhere.
@@ -49,20 +49,13 @@ def is_recomputing() -> bool:
     >>> float(tape.gradient(y, x)), calls
     (2.0, [False, True])
     """
-    _switch.asked = True
     return _switch.recomputing > 0
-
-
-def was_asked() -> bool:
-    """Whether this recomputation asked `is_recomputing`, and may differ."""
-    return _switch.asked
 
 
 @contextlib.contextmanager
 def recomputing() -> Iterator[None]:
     """Marks a recomputation; nested functions are recomputed in their turn."""
     off, _switch.off = _switch.off, 0
-    _switch.asked = False
     _switch.recomputing += 1
     try:
         yield
@@ -97,9 +90,15 @@ def no_recompute() -> Iterator[None]:
         _switch.off -= 1
 
 
+_VECTORIZED = frozenset(["_pfor_impl"])
+
+
 def wanted() -> bool:
     """Whether a call made now has to be prepared for recomputation."""
     if _switch.off or _compat.in_symbolic_scope():
+        return False
+    if not tf.executing_eagerly() and _compat.on_stack(_VECTORIZED):
+        # `tf.vectorized_map` rewrites ops, and loses what is attached.
         return False
     if _compat.records():
         return True

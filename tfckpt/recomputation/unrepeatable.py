@@ -1,8 +1,9 @@
 """Ops that can't be run a second time with the outcome of the first.
 
-Random ops with a state of their own would draw other numbers, and what assigns
-a `tf.Variable` would assign it twice. (Keras variables are assigned through a
-scope, see `state`; no op is seen for them.)
+Random ops with a state of their own would draw other numbers, what assigns a
+`tf.Variable` would assign it twice, and what an iterator, a queue or a Python
+function returns the second time nobody knows. (Keras variables are assigned
+through a scope, see `state`; no op is seen for them.)
 """
 
 import functools
@@ -77,6 +78,48 @@ def refuse(op_type: str, label: str, name: str = "") -> None:
             "keras.Variable (self.add_weight(trainable=False)), which is "
             "assigned once, or leave this part out of recomputation."
         )
+    if _is_unrepeatable(op_type):
+        raise errors.RecomputeError(
+            f"{label}{where} runs the op {op_type}, which has state or calls "
+            "Python: the recomputation can't be held to its first outcome. "
+            "Run it outside and pass the result as an argument, or leave this "
+            "part out of recomputation."
+        )
+
+
+# Ops with state or effects that may run twice: they read, call what is looked
+# into itself, check, print, or reduce over replicas.
+_HARMLESS = (
+    "Assert",
+    "Case",
+    "Collective",
+    "Cudnn",
+    "If",
+    "LookupTableFind",
+    "LookupTableSize",
+    "Nccl",
+    "PartitionedCall",
+    "Placeholder",
+    "Print",
+    "ReadVariableOp",
+    "ResourceGather",
+    "StatefulPartitionedCall",
+    "TPU",
+    "TensorArray",
+    "VarHandleOp",
+    "VarIsInitializedOp",
+    "VariableShape",
+    "While",
+    "Xla",
+)
+
+
+def _is_unrepeatable(op_type: str) -> bool:
+    return (
+        op_type in RANDOM
+        or _assigns(op_type)
+        or (_compat.is_stateful(op_type) and not op_type.startswith(_HARMLESS))
+    )
 
 
 def _assigns(op_type: str) -> bool:
@@ -87,7 +130,7 @@ def _assigns(op_type: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def unrepeatable_ops(name: str) -> frozenset[str]:
-    """The types of random and assigning ops in a traced function."""
+    """The types of such ops in a traced function."""
     found, seen, todo = set(), set(), [name]
     while todo:
         name = todo.pop()
@@ -98,7 +141,7 @@ def unrepeatable_ops(name: str) -> frozenset[str]:
         if definition is None:
             continue
         for node in definition.node_def:
-            if node.op in RANDOM or _assigns(node.op):
+            if _is_unrepeatable(node.op):
                 found.add(node.op)
             todo.append(node.op)
             for attr in node.attr.values():
