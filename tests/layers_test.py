@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -286,10 +287,14 @@ def test_lora_and_quantize(change, when):
             np.testing.assert_array_equal(plain, ours)
 
 
-def test_deep_copy():
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_copies(copied):
     layer = tfckpt.Recompute(L.Dense(3))
     layer.build((None, 4))
-    again = copy.deepcopy(layer)
+    again = copied(layer)
+    assert isinstance(again, tfckpt.Recompute)
     np.testing.assert_array_equal(layer(X), again(X))
 
 

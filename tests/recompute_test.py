@@ -601,6 +601,28 @@ def test_forward_over_reverse():
     )
 
 
+@modes
+def test_tensor_returned_twice(mode):
+    """A layer that returns its input: one tensor under two names."""
+
+    def make(wrap):
+        first, second = (keras.layers.Dense(6) for _ in range(2))
+        for layer in (first, second):
+            layer.build((None, 3 if layer is first else 6))
+
+        def block(x):
+            x = first(x)
+            return x, x
+
+        def call(x):
+            x, z = wrap(block)(x)
+            return tf.tanh(x), z * second(z) + z
+
+        return equality.Subject(call, first.variables + second.variables)
+
+    equality.check(make, [X], tfckpt.recompute, mode)
+
+
 # ------------------------------------------------------- when it recomputes
 
 

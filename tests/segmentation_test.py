@@ -61,6 +61,9 @@ def test_plan_is_settled_at_the_first_batch():
         SegmentedModel.from_model(model, input_shape=(7,))
     with pytest.raises(plan.PlanError, match="batch dimension"):
         SegmentedModel.from_model(model, input_shape=[(2, 7), (2, 7)])
+    for shape in (5, ("a", 7), (-1, 7), (0, 7)):
+        with pytest.raises(plan.PlanError, match="`input_shape` is the shape"):
+            SegmentedModel.from_model(model, input_shape=shape)
 
 
 def test_plan_of_a_deep_network_prefers_cheap_cuts():

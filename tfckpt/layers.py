@@ -92,6 +92,12 @@ class Recompute:
         }
         return {**config, _CONFIG_KEY: identity}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the plain layer, whose class can be found by its name."""
+        with _as_plain(self):
+            make, arguments = self.__reduce__()
+        return _unpickle, (make, arguments)
+
     @classmethod
     def from_config(cls, config: dict[str, Any], **kwargs: Any) -> keras.Layer:
         """Makes the plain layer from its config, and wraps it."""
@@ -118,6 +124,10 @@ def _as_plain(layer: keras.Layer) -> Iterator[None]:
         yield
     finally:
         layer.__class__ = recomputing
+
+
+def _unpickle(make, arguments) -> keras.Layer:
+    return Recompute(make(*arguments))
 
 
 def _quantize(layer: keras.Layer, quantize, *args: Any, **kwargs: Any) -> None:

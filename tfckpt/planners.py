@@ -194,7 +194,9 @@ def _checked_paths(paths):
     if isinstance(paths, str) or not all(isinstance(p, str) for p in paths):
         raise plan.PlanError(f"Call paths are strings. Received: {paths!r}.")
     if not paths:
-        raise plan.PlanError("A model without calls has nothing to plan.")
+        raise plan.PlanError(
+            "A model without calls has nothing to plan. Use plan=None."
+        )
     return tuple(paths)
 
 

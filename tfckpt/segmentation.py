@@ -4,6 +4,7 @@ Planning needs sizes. Where the model knows them the plan is made with it;
 else it stays open until the first batch, or until `input_shape` tells.
 """
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -131,17 +132,17 @@ def _total(known, call):
 
 
 def _checked_plan(asked):
-    if asked is None or isinstance(asked, plan_lib.Plan) or asked == DEFAULT:
+    if asked is None or isinstance(asked, plan_lib.Plan):
+        return asked
+    if isinstance(asked, str) and asked == DEFAULT:
         return asked
     if isinstance(asked, (list, tuple)) and all(
         isinstance(path, str) for path in asked
     ):
         return tuple(asked)
     if not isinstance(asked, (bool, str)):
-        try:
+        with contextlib.suppress(TypeError):
             return operator.index(asked)
-        except TypeError:
-            pass
     raise plan_lib.PlanError(
         '`plan` is None, "sqrt", a number of segments, a list of call paths '
         f"or a Plan. Received: {asked!r} of type {type(asked).__name__}."
@@ -152,22 +153,32 @@ def _checked_plan(asked):
 def _flat_shapes(model, input_shape):
     if input_shape is None:
         return None
-    shapes = []
-    keras.tree.map_shape_structure(
-        lambda shape: shapes.append(tuple(shape)), input_shape
-    )
     expected = [tuple(x.shape) for x in model.inputs]
-    if len(shapes) != len(expected) or any(
-        len(a) != len(b)
-        or any(
-            x is not None and y not in (x, None)
-            for x, y in zip(b, a, strict=True)
+    shapes = []
+    try:
+        keras.tree.map_shape_structure(
+            lambda shape: shapes.append(tuple(shape)), input_shape
         )
-        for a, b in zip(shapes, expected, strict=True)
-    ):
+    except TypeError:
+        shapes = []
+    if len(shapes) != len(expected) or not all(map(_fits, shapes, expected)):
         raise plan_lib.PlanError(
             "`input_shape` is the shape of each input, the batch dimension "
             f"first. Received: {input_shape!r}. Expected something like "
-            f"{expected[0] if len(expected) == 1 else expected}."
+            f"{expected[0] if len(expected) == 1 else expected}, with sizes "
+            "of 1 or more in place of None."
         )
     return shapes
+
+
+def _fits(shape, expected):
+    """Whether a shape is one that the input may have."""
+    return len(shape) == len(expected) and all(
+        size is None
+        or (
+            isinstance(size, int)
+            and size > 0
+            and (known is None or size == known)
+        )
+        for size, known in zip(shape, expected, strict=True)
+    )

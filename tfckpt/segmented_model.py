@@ -131,6 +131,9 @@ class SegmentedModel(keras.Model):
             # It is scaled already if it is to be.
             arguments["optimizer"] = model.optimizer
             segmented.compile(**arguments, auto_scale_loss=False)
+            # They may have been set after `compile`.
+            segmented.run_eagerly = model.run_eagerly
+            segmented.jit_compile = model.jit_compile
         return segmented
 
     @property

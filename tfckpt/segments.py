@@ -290,7 +290,8 @@ def _check_as_recorded(call, tensor, spec, path):
         f"{spec.shape} and dtype {spec.dtype}, but '{call.path}' in it "
         f"received shape {shape} and dtype {dtype}. Correct the "
         "`compute_output_spec` (or `compute_output_shape`) of the layer "
-        f"before '{path}', or use plan=None."
+        f"before '{path}', set dtype policies before the model is made, or "
+        "use plan=None."
     )
 
 

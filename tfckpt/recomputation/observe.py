@@ -21,7 +21,6 @@ from tfckpt.recomputation import (
     unrepeatable,
 )
 
-
 # What a graph puts in the place of a tensor of another graph, or of none.
 _CAPTURES = ("Const", "Placeholder")
 
