@@ -24,11 +24,14 @@ CALLS = {
     "get_mask",
     "has_tangent",
     "hlo_module",
+    "local_capture",
     "in_symbolic_scope",
     "initialize_variables",
     "is_control_flow_graph",
+    "is_stateful",
     "is_watched",
     "observed_ops",
+    "on_stack",
     "records",
     "remat_mode",
     "restored_ambient_state",
@@ -155,13 +158,14 @@ def test_compiled_by_xla(jit_compile):
 
 
 def test_graphs():
-    kinds = []
+    kinds, captured = [], []
 
     @tf.function
     def function(x):
         def body(i, y):
             graph = tf.compat.v1.get_default_graph()
             kinds.append(_compat.is_control_flow_graph(graph))
+            captured.append(_compat.local_capture(x).graph is graph)
             return i + 1, y + x
 
         graph = tf.compat.v1.get_default_graph()
@@ -170,6 +174,7 @@ def test_graphs():
 
     function(X)
     assert kinds == [False, True]
+    assert captured == [True]
 
 
 def test_functions_are_found_by_name():
@@ -178,6 +183,32 @@ def test_functions_are_found_by_name():
     definition = _compat.function_definition(name)
     assert "Tanh" in [node.op for node in definition.node_def]
     assert _compat.function_definition("no such function") is None
+
+
+def test_what_is_stateful_and_what_runs():
+    assert _compat.is_stateful("RandomUniform")
+    assert not _compat.is_stateful("Tanh")
+    assert not _compat.is_stateful("no such op")
+    found = []
+
+    def body(x):
+        found.append(_compat.on_stack(frozenset(["_pfor_impl"])))
+        return 2.0 * x
+
+    body(X)
+    tf.vectorized_map(body, X)
+    assert found == [False, True]
+
+    @tf.custom_gradient
+    def custom(x):
+        names = frozenset(["_eager_mode_decorator"])
+        found.append(_compat.on_stack(names))
+        found.append(_compat.on_stack(names, until=custom_code))
+        return x, lambda upstream: upstream
+
+    custom_code = custom.__wrapped__.__code__
+    custom(X)
+    assert found[2:] == [True, False]
 
 
 def test_tensor_ids_are_not_used_again():

@@ -417,6 +417,31 @@ def test_captured_from_an_outer_graph(place, mode):
     )
 
 
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+def test_captured_in_the_body_of_a_loop(mode):
+    """A residual by closure, of a tensor that the body makes."""
+    dense = keras.layers.Dense(3, activation="tanh")
+    dense.build((None, 3))
+
+    def fn(x):
+        def body(i, q):
+            h = tf.sin(q)
+            return i + 1, wrap(lambda z: dense(z) + h)(h)
+
+        return tf.while_loop(
+            lambda i, q: i < 3, body, (tf.constant(0), x), maximum_iterations=3
+        )[1]
+
+    results = []
+    for wrapper in (lambda f: f, tfckpt.recompute):
+        wrap = wrapper
+        results.append(_gradients(fn, [X], mode, of=[dense.kernel.value]))
+    tf.nest.map_structure(
+        lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6),
+        *results,
+    )
+
+
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_inside_vectorized_map(mode):
     """It rewrites ops and would lose the gradient: run plainly."""
@@ -942,7 +967,7 @@ def test_weight_inside_a_gradient_of_its_own_is_refused(mode):
     if mode == "eager":
         # Without tfckpt TensorFlow refuses a plain layer in a graph.
         functions.append(custom)
-    for fn in functions:
+    for fn in functions:  # noqa: B007, `step` reads it
         with pytest.raises(tfckpt.RecomputeError, match="recompute_grad"):
             equality.compiled(step, mode)(X)
 

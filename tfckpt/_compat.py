@@ -194,6 +194,20 @@ def observed_ops(callback: Callable[..., None]) -> Iterator[None]:
                 execute.execute = execute.execute_with_callbacks
 
 
+def local_capture(tensor: Any) -> Any:
+    """What ops of the graph that is being built read in place of `tensor`.
+
+    The graphs of gradients of loops and branches hand down what the forward
+    pass left, and don't tell tapes of it.
+    """
+    if tf.executing_eagerly():
+        return tensor
+    graph = tf.compat.v1.get_default_graph()
+    if getattr(tensor, "graph", None) is graph:
+        return tensor
+    return graph.capture(tensor)
+
+
 def variable_dtype(handle: Any) -> tf.DType | None:
     """The dtype of the variable behind a resource handle, None if unknown.
 

@@ -244,9 +244,15 @@ class _Recomputation:
                 *self._captured,
                 *(variable.handle for variable in self._variables),
             ]
-            for leaf, watched in zip(leaves, self._watched, strict=True):
-                if watched:
-                    tape.watch(leaf)
+            # In the gradient of a loop or branch the function reads something
+            # in the place of a captured tensor, and tapes don't know of it.
+            local = {
+                reads.stop + i: _compat.local_capture(tensor)
+                for i, tensor in enumerate(self._captured)
+            }
+            for i, leaf in enumerate(leaves):
+                if self._watched[i]:
+                    tape.watch([leaf, local.get(i, leaf)])
             order = []
             used = set(range(len(leaves))) - set(range(n_inputs, reads.stop))
 
@@ -277,13 +283,16 @@ class _Recomputation:
         self._trace.compare(observer.trace)
         asked = [i for i in sorted(used) if self._watched[i]]
         with scope.closed():
-            found = tape.gradient(
+            found, found_locally = tape.gradient(
                 [results[place] for place in places],
-                [leaves[i] for i in asked],
+                [
+                    [leaves[i] for i in asked],
+                    [local.get(i, leaves[i]) for i in asked],
+                ],
                 output_gradients=upstream,
             )
-        for i, gradient in zip(asked, found, strict=True):
-            gradients[i] = gradient
+        for i, *each in zip(asked, found, found_locally, strict=True):
+            gradients[i] = each[1] if each[0] is None else each[0]
         return self._in_order(gradients, order)
 
     def _in_order(self, gradients, order):
