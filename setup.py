@@ -21,7 +21,7 @@ def _version():
 # chain of benchmarks/compiled_memory.py takes .15 on v5e and misses its bar of
 # .13), so it is not used; the version is exact, for figures to be comparable.
 _COMPILE = ["jax[cuda12-local]>=0.10.2,<0.11", "libtpu==0.0.52"]
-_EXAMPLES = ["scikit-learn>=1.3"]
+_EXAMPLES = ["rich>=13", "scikit-learn>=1.3"]
 _PLOT = ["matplotlib>=3.7"]
 
 setuptools.setup(
@@ -53,7 +53,6 @@ setuptools.setup(
             "pytest-xdist>=3.6",
             # Formatting changes between minor versions.
             "ruff>=0.17,<0.18",
-            "scipy>=1.11",
         ],
     },
     classifiers=[

@@ -25,13 +25,14 @@ CALLS = {
     "has_tangent",
     "hlo_module",
     "local_capture",
+    "in_custom_gradient",
     "in_symbolic_scope",
+    "in_vectorized_map",
     "initialize_variables",
     "is_control_flow_graph",
     "is_stateful",
     "is_watched",
     "observed_ops",
-    "on_stack",
     "records",
     "remat_mode",
     "restored_ambient_state",
@@ -192,7 +193,7 @@ def test_what_is_stateful_and_what_runs():
     found = []
 
     def body(x):
-        found.append(_compat.on_stack(frozenset(["_pfor_impl"])))
+        found.append(_compat.in_vectorized_map())
         return 2.0 * x
 
     body(X)
@@ -201,14 +202,15 @@ def test_what_is_stateful_and_what_runs():
 
     @tf.custom_gradient
     def custom(x):
-        names = frozenset(["_eager_mode_decorator"])
-        found.append(_compat.on_stack(names))
-        found.append(_compat.on_stack(names, until=custom_code))
+        found.append(_compat.in_custom_gradient())
+        found.append(_compat.in_custom_gradient(until=custom_code))
         return x, lambda upstream: upstream
 
     custom_code = custom.__wrapped__.__code__
     custom(X)
-    assert found[2:] == [True, False]
+    tf.function(custom, autograph=False)(X)
+    assert found[2:] == [True, False] * 2
+    assert not _compat.in_custom_gradient()
 
 
 def test_tensor_ids_are_not_used_again():

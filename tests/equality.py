@@ -26,15 +26,6 @@ class Subject:
     variables: Any = ()
     losses: Callable[[], Sequence[Any]] = lambda: ()
 
-    @classmethod
-    def of_layer(cls, layer, wrapped=None, **kwargs):
-        wrapped = layer if wrapped is None else wrapped
-        return cls(
-            lambda *inputs: wrapped(*inputs, **kwargs),
-            layer.variables,
-            lambda: layer.losses,
-        )
-
 
 @dataclasses.dataclass
 class Record:

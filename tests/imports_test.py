@@ -120,14 +120,15 @@ def test_private_names_of_others_are_imported_in_few_places():
                 assert top in _PRIVATE.get(path, ()), f"{path}:{each.line}"
 
 
-def test_only_recomputation_calls_recompute_grad():
+def test_nothing_calls_recompute_grad():
+    """The engine's docstring says why."""
     for path in _FILES:
         tree = ast.parse((imports.ROOT / path).read_text("utf-8"))
         used = any(
             isinstance(node, ast.Attribute) and node.attr == "recompute_grad"
             for node in ast.walk(tree)
         )
-        assert not used or _room(path) == "recomputation", path
+        assert not used, path
 
 
 def test_plans_need_numpy_only():

@@ -227,6 +227,10 @@ def test_fences_are_of_a_known_kind(document):
         assert fence.language in known, f"line {fence.line}"
 
 
+def test_nothing_is_left_to_fill_in(document):
+    assert not re.search(r"@[A-Z]+@", document)
+
+
 def test_commands_exist(document):
     fences, rest = fences_of(document)
     texts = [fence.text for fence in fences if fence.language == "bash"]

@@ -135,8 +135,6 @@ def test_python_values_stay_python(mode):
     ],
 )
 def test_results(fn, mode):
-    if mode == "xla" and "3" in repr(fn.__code__.co_consts):
-        pytest.importorskip("tensorflow")
     if fn(X, Y) == []:
         assert tfckpt.recompute(fn)(X, Y) == []
         return
@@ -246,11 +244,13 @@ def test_negative_zero_and_nan_pass(mode):
     x = tf.constant([-0.0, 0.0, np.nan, np.inf, 1.0])
 
     def fn(x):
-        return tf.raw_ops.Atan2(y=x, x=tf.fill([5], -1.0)) * 2.0
+        # The angle of -0.0 is -pi, of 0.0 pi, and so is the gradient.
+        return x * tf.raw_ops.Atan2(y=x, x=tf.fill([5], -1.0))
 
     _, (plain,) = _gradients(fn, [x], mode)
     _, (ours,) = _gradients(tfckpt.recompute(fn), [x], mode)
-    np.testing.assert_array_equal(plain, ours)
+    assert plain[0] < 0.0 < plain[1]
+    np.testing.assert_allclose(ours, plain, rtol=1e-6)
 
 
 def test_empty_upstream():

@@ -123,17 +123,22 @@ def is_stateful(op_type: str) -> bool:
     return definition is not None and definition.is_stateful
 
 
-def on_stack(names: frozenset[str], until: Any = None) -> bool:
-    """Whether a function of one of these names is running.
+def in_vectorized_map() -> bool:
+    """Whether `tf.vectorized_map` traces the code; only its frame tells."""
+    return _on_stack({"_pfor_impl"})
 
-    The names are of private functions, which leave no other trace:
-    `_pfor_impl` of `tf.vectorized_map`, and the decorators of
-    `tf.custom_gradient`.
+
+def in_custom_gradient(until: Any = None) -> bool:
+    """Whether `tf.custom_gradient` runs the code; only its frames tell.
 
     Args:
-        names: of functions.
         until: a code object; frames outside of it don't count.
     """
+    names = {"_eager_mode_decorator", "_graph_mode_decorator"}
+    return _on_stack(names, until)
+
+
+def _on_stack(names: set[str], until: Any = None) -> bool:
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not until:
         if frame.f_code.co_name in names:

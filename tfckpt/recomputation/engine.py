@@ -45,7 +45,9 @@ def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
     A drop-in for `tf.recompute_grad`, with the numbers of `fn` itself:
     outputs, gradients (also which are None), random draws and every Keras
     variable, in eager mode, in a `tf.function` and under XLA. When nothing
-    records a gradient, `fn` just runs.
+    records a gradient, `fn` just runs. Pass what is large as an argument:
+    what `fn` reads from its surroundings is kept, and what it makes of that
+    alone may be kept too.
 
     Args:
         fn: a function, layer or model. Positional and keyword arguments and
@@ -61,10 +63,16 @@ def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
         track the variables of `fn`.
 
     Raises:
-        TypeError: `fn` is not callable.
+        TypeError: `fn` is not callable, or is given an iterator.
         RecomputeError: when called, if `fn` does what can't be repeated:
             stateful random ops (`tf.random.uniform`), assignments to a
-            `tf.Variable`, results that differ in shape the second time.
+            `tf.Variable`, iterators, Python functions; or reads a weight
+            inside a `tf.custom_gradient`. In the gradient, if the second run
+            does something else: choices in Python, other shapes, a raw
+            `tf.Variable` that was assigned (in a graph the last is a
+            `tf.errors.InvalidArgumentError`, and under XLA, which drops
+            assertions, it goes unnoticed: assign such variables after the
+            gradient).
 
     Example:
 

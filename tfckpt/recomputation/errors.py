@@ -5,7 +5,9 @@ class RecomputeError(RuntimeError):
     """A function can't be recomputed with the numbers of its forward pass.
 
     The message names the function, the layer (its path) or variable, what it
-    did, and the way out. It is raised before any Keras variable is changed.
+    did, and the way out. In the forward pass it is raised before any Keras
+    variable is changed; in the gradient, where a second run turns out to do
+    something else, the state has moved once, as the forward pass moved it.
 
     Example:
 

@@ -23,9 +23,6 @@ import tensorflow as tf
 from tfckpt import _compat
 from tfckpt.recomputation import errors, observe
 
-# The frames of `tf.custom_gradient` while it runs the function.
-_CUSTOM_GRADIENT = frozenset(["_eager_mode_decorator", "_graph_mode_decorator"])
-
 
 class ForwardScope(keras.StatelessScope):
     """Takes note of reads, holds back assignments and losses.
@@ -95,9 +92,7 @@ class ForwardScope(keras.StatelessScope):
         self.layer_losses.append((layer, loss))
 
     def _refuse_custom_gradient(self, variable: keras.Variable) -> None:
-        if variable.trainable and _compat.on_stack(
-            _CUSTOM_GRADIENT, until=self._until
-        ):
+        if variable.trainable and _compat.in_custom_gradient(self._until):
             raise errors.RecomputeError(
                 f"{self._label} reads the weight '{variable.path}' inside a "
                 "function with a gradient of its own (tf.custom_gradient, "

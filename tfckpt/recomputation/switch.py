@@ -90,14 +90,11 @@ def no_recompute() -> Iterator[None]:
         _switch.off -= 1
 
 
-_VECTORIZED = frozenset(["_pfor_impl"])
-
-
 def wanted() -> bool:
     """Whether a call made now has to be prepared for recomputation."""
     if _switch.off or _compat.in_symbolic_scope():
         return False
-    if not tf.executing_eagerly() and _compat.on_stack(_VECTORIZED):
+    if not tf.executing_eagerly() and _compat.in_vectorized_map():
         # `tf.vectorized_map` rewrites ops, and loses what is attached.
         return False
     if _compat.records():
