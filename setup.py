@@ -38,9 +38,9 @@ setuptools.setup(
     # The lower bounds are what tools/test_oldest.sh installs.
     install_requires=[
         "absl-py>=2.1",
-        "keras>=3.6",
+        "keras>=3.10",
         "numpy>=1.26",
-        "tensorflow>=2.16.2",
+        "tensorflow>=2.18.1",
     ],
     extras_require={
         "bench": _EXAMPLES,

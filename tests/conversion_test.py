@@ -107,3 +107,19 @@ def test_from_model_refuses_what_hangs_beside_the_graph():
 def test_unbuilt_sequential_with_input_shape():
     ours = SegmentedModel.from_model(_unbuilt(), input_shape=(None, 4))
     assert ours(np.ones((3, 4), "float32")).shape == (3, 2)
+
+
+def test_a_model_that_is_compiled_with_objects():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(
+        keras.optimizers.Adam(0.1),
+        loss=keras.losses.MeanSquaredError(),
+        metrics=[keras.metrics.MeanAbsoluteError()],
+    )
+    x = np.ones((4, 3), "float32")
+    model.fit(x, x[:, :2], verbose=0)
+    segmented = SegmentedModel.from_model(model)
+    assert segmented.optimizer is model.optimizer
+    assert segmented.loss is model.loss
+    segmented.fit(x, x[:, :2], verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 2

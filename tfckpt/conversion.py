@@ -85,13 +85,13 @@ def _lost_methods(cls, model):
                 continue
             if not _has_own(cls, name):
                 lost.add(name)
-    # Keras itself sets `build` and `quantize` on every layer.
+    # Keras itself sets these on layers, and `compile` sets the last.
     lost.update(
         name
         for name, value in vars(model).items()
         if callable(value)
         and callable(getattr(type(model), name, None))
-        and name not in ("build", "quantize")
+        and name not in ("build", "quantize", "loss")
     )
     return sorted(lost)
 
