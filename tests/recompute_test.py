@@ -45,6 +45,18 @@ def _gradients(fn, inputs, mode="eager", of=None):
     return flat, [None if n else next(found) for n in none]
 
 
+def _check_wrapped(fn, inputs, mode, of=None):
+    """Compares `fn(wrap, *inputs)` with and without recomputation."""
+    results = [
+        _gradients(functools.partial(fn, wrap), inputs, mode, of)
+        for wrap in (lambda function: function, tfckpt.recompute)
+    ]
+    tf.nest.map_structure(
+        lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6),
+        *results,
+    )
+
+
 def _check(fn, inputs, mode, of=None):
     plain = _gradients(fn, inputs, mode, of)
     ours = _gradients(tfckpt.recompute(fn), inputs, mode, of)
@@ -219,7 +231,7 @@ def test_string_tensors(mode):
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_ragged_and_sparse(mode):
-    def fn(x):
+    def fn(wrap, x):
         def inner(ragged, sparse):
             values = tf.tanh(ragged.flat_values)
             ragged = ragged.with_flat_values(values)
@@ -231,11 +243,7 @@ def test_ragged_and_sparse(mode):
         sparse = tf.sparse.from_dense(tf.nn.relu(x))
         return wrap(inner)(ragged, sparse)
 
-    results = []
-    for wrapper in (lambda f: f, tfckpt.recompute):
-        wrap = wrapper
-        results.append(_gradients(fn, [X], mode))
-    tf.nest.map_structure(np.testing.assert_array_equal, *results)
+    _check_wrapped(fn, [X], mode)
 
 
 @modes
@@ -354,31 +362,19 @@ def test_raw_variable_assigned_in_between(mode, trainable):
 def test_argument_that_is_captured_too(mode):
     """A residual by closure."""
 
-    def fn(x):
+    def fn(wrap, x):
         h = tf.sin(x)
         return wrap(lambda z: tf.tanh(z) + h)(h)
 
-    results = []
-    for wrapper in (lambda f: f, tfckpt.recompute):
-        wrap = wrapper
-        results.append(_gradients(fn, [X], mode))
-    tf.nest.map_structure(
-        lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5), *results
-    )
+    _check_wrapped(fn, [X], mode)
 
 
 @modes
 def test_captured_tensor_that_is_returned(mode):
-    def fn(x, y):
+    def fn(wrap, x, y):
         return wrap(lambda x: (2.0 * x, y))(x)
 
-    results = []
-    for wrapper in (lambda f: f, tfckpt.recompute):
-        wrap = wrapper
-        results.append(_gradients(fn, [X, Y], mode))
-    tf.nest.map_structure(
-        lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5), *results
-    )
+    _check_wrapped(fn, [X, Y], mode)
 
 
 @pytest.mark.parametrize("place", ["cond", "while", "map", "function"])
@@ -387,7 +383,7 @@ def test_captured_from_an_outer_graph(place, mode):
     dense = keras.layers.Dense(3, activation="tanh")
     dense.build((None, 3))
 
-    def fn(x):
+    def fn(wrap, x):
         h = tf.sin(x)
         block = wrap(lambda q: dense(q) * h)
         if place == "cond":
@@ -407,14 +403,7 @@ def test_captured_from_an_outer_graph(place, mode):
             )
         return tf.function(lambda q: block(q), autograph=False)(x)
 
-    results = []
-    for wrapper in (lambda f: f, tfckpt.recompute):
-        wrap = wrapper
-        results.append(_gradients(fn, [X], mode, of=[dense.kernel.value]))
-    tf.nest.map_structure(
-        lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6),
-        *results,
-    )
+    _check_wrapped(fn, [X], mode, of=[dense.kernel.value])
 
 
 @pytest.mark.parametrize("mode", ["graph", "xla"])
@@ -423,7 +412,7 @@ def test_captured_in_the_body_of_a_loop(mode):
     dense = keras.layers.Dense(3, activation="tanh")
     dense.build((None, 3))
 
-    def fn(x):
+    def fn(wrap, x):
         def body(i, q):
             h = tf.sin(q)
             return i + 1, wrap(lambda z: dense(z) + h)(h)
@@ -432,14 +421,7 @@ def test_captured_in_the_body_of_a_loop(mode):
             lambda i, q: i < 3, body, (tf.constant(0), x), maximum_iterations=3
         )[1]
 
-    results = []
-    for wrapper in (lambda f: f, tfckpt.recompute):
-        wrap = wrapper
-        results.append(_gradients(fn, [X], mode, of=[dense.kernel.value]))
-    tf.nest.map_structure(
-        lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6),
-        *results,
-    )
+    _check_wrapped(fn, [X], mode, of=[dense.kernel.value])
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])

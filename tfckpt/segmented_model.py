@@ -24,7 +24,8 @@ _MARK = "_tfckpt_plan"
 class SegmentedModel(keras.Model):
     """A Functional model whose activations are recomputed.
 
-    Trains to the same numbers as `keras.Model(inputs, outputs)`, in less
+    Trains to the same numbers as `keras.Model(inputs, outputs)` (where sums
+    may round by their order, see `tfckpt.segments`), in less
     memory and more time: about one more forward pass, less the last segment.
     Nested models are segmented too. The last segment is not recomputed,
     except when this model is itself called inside a layer or model; where

@@ -2,7 +2,10 @@
 
 Choices that are made in Python (`random`, `numpy.random`, a counter, a cache)
 may come out differently the second time, without any op that tells. They show
-in other ops, other attributes of ops, or other constants.
+in other ops, other numbers among the attributes of ops, or other constants.
+
+Not seen: what differs inside a loop, a branch or an inner `tf.function`, whose
+graphs the gradient may build in another way, and attributes that are text.
 """
 
 import itertools
