@@ -34,13 +34,13 @@ setuptools.setup(
     license_files=["LICENSE"],
     packages=setuptools.find_packages(include=["tfckpt", "tfckpt.*"]),
     package_data={"tfckpt.memory": ["targets/*.txtpb"]},
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     # The lower bounds are what tools/test_oldest.sh installs.
     install_requires=[
         "absl-py>=2.1",
-        "keras>=3.10",
+        "keras>=3.14.1",
         "numpy>=1.26",
-        "tensorflow>=2.18.1",
+        "tensorflow>=2.20",
     ],
     extras_require={
         "bench": _EXAMPLES,

@@ -2,16 +2,16 @@
 # Passes the tests with the oldest supported versions: every lower bound of
 # install_requires in setup.py, taken as the version.
 #
-# VENV is the folder of the environment, PYTHON the Python that makes it (3.10
-# to 3.12: no newer one has the oldest TensorFlow). Arguments go to pytest.
+# VENV is the folder of the environment, PYTHON the Python that makes it (3.11
+# to 3.13: no newer one has the oldest TensorFlow). Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv-oldest}
 python=${PYTHON:-python3}
 
 if ! "$python" -c \
-  "import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))"; then
-  echo "tools/test_oldest.sh: needs Python 3.10, 3.11 or 3.12;" \
+  "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))"; then
+  echo "tools/test_oldest.sh: needs Python 3.11, 3.12 or 3.13;" \
     "PYTHON=... names one" >&2
   exit 2
 fi
