@@ -102,12 +102,6 @@ def test_what_a_segment_does_not_use_passes_it_by():
     assert _logged(segmented)[1] == "3 2 1 0"
 
 
-def test_kept_calls_are_refused_until_they_are_kept():
-    given = plan.Plan((plan.Segment(("0", "1"), kept=("0",)),))
-    with pytest.raises(plan.PlanError, match="kept"):
-        SegmentedModel.from_model(_logging_chain(2), plan=given)
-
-
 def test_a_layer_that_declares_another_dtype_than_it_returns():
     class Liar(layers.Layer):
         def call(self, x):

@@ -20,6 +20,7 @@ from tfckpt.plan import Plan, PlanError
 from tfckpt.recomputation import (
     RecomputeError,
     is_recomputing,
+    keep,
     no_recompute,
     recompute,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "RecomputeError",
     "SegmentedModel",
     "is_recomputing",
+    "keep",
     "memory",
     "no_recompute",
     "recompute",

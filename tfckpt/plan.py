@@ -10,10 +10,15 @@ its activations would be needed at once.
 
 import dataclasses
 import json
+import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_FORMAT = 1
+from tfckpt import prediction as prediction_lib
+
+_FORMAT = 2
+_READABLE = (1, 2)
 
 
 class PlanError(ValueError):
@@ -30,18 +35,27 @@ class Segment:
     Attributes:
         calls: Paths of the calls, in the order in which they run.
         recomputed: Whether the backward pass runs them again.
-        kept: Reserved: paths of calls inside whose output is kept.
+        kept: Paths of calls inside whose products (matrix products,
+            convolutions) are kept from the forward pass.
+        segments: Segments inside, which are recomputed one by one when this
+            one is; empty if it is run again in one go. Together they hold
+            the same calls.
         boundary: Names of the tensors that live on after the segment.
         output_bytes: Bytes of the outputs of the calls; None if unknown.
         boundary_bytes: Bytes of the boundary tensors; None if unknown.
+        kept_bytes: Bytes of the kept products; None if unknown.
+        forward_flops: Operations of the forward pass; None if unknown.
     """
 
     calls: tuple[str, ...]
     recomputed: bool = True
     kept: tuple[str, ...] = ()
+    segments: tuple["Segment", ...] = ()
     boundary: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     output_bytes: int | None = dataclasses.field(default=None, compare=False)
     boundary_bytes: int | None = dataclasses.field(default=None, compare=False)
+    kept_bytes: int | None = dataclasses.field(default=None, compare=False)
+    forward_flops: float | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("calls", "kept", "boundary"):
@@ -61,6 +75,28 @@ class Segment:
                 "Segment.recomputed is True or False. "
                 f"Received: {self.recomputed!r}."
             )
+        self._check_inside()
+
+    def _check_inside(self):
+        unknown = sorted(set(self.kept) - set(self.calls))
+        if unknown or (self.kept and not self.recomputed):
+            raise PlanError(
+                "Segment.kept names calls of the segment, which must be "
+                f"recomputed. Received: kept={self.kept!r}, "
+                f"recomputed={self.recomputed}, calls={self.calls!r}."
+            )
+        object.__setattr__(self, "segments", tuple(self.segments))
+        if not self.segments:
+            return
+        inside = tuple(path for s in self.segments for path in s.calls)
+        if not self.recomputed or inside != self.calls or self.kept:
+            raise PlanError(
+                "Segments inside a segment hold the same calls in the same "
+                "order, and the segment around them is recomputed and keeps "
+                f"nothing itself. Received: {inside!r} inside of "
+                f"{self.calls!r}, recomputed={self.recomputed}, "
+                f"kept={self.kept!r}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +105,11 @@ class Plan:
 
     The functions in `tfckpt.planners` make one from the paths of the calls.
 
+    Two plans are equal when their segments are; the prediction only informs.
+
     Args:
         segments: The segments, in the order in which they run.
+        prediction: Memory and time that a step is expected to take.
 
     Raises:
         PlanError: No segment, or a call in two segments.
@@ -90,6 +129,9 @@ class Plan:
     """
 
     segments: tuple[Segment, ...]
+    prediction: prediction_lib.Prediction | None = dataclasses.field(
+        default=None, compare=False
+    )
 
     def __post_init__(self) -> None:
         segments = tuple(self.segments)
@@ -112,60 +154,41 @@ class Plan:
         """Paths of all calls, in the order in which they run."""
         return tuple(path for s in self.segments for path in s.calls)
 
-    def summary(self) -> str:
-        """Returns a table: a row for each segment, then its calls."""
+    def __str__(self) -> str:
         recomputed = sum(len(s.calls) for s in self.segments if s.recomputed)
         lines = [
             f"Plan: {_count(len(self.segments), 'segment')}, "
             f"{_count(len(self.calls), 'call')}, {recomputed} recomputed"
         ]
         for number, segment in enumerate(self.segments, 1):
-            what = "recomputed" if segment.recomputed else "not recomputed"
-            lines.append(
-                f"segment {number}, {what}: "
-                f"{_count(len(segment.calls), 'call')}"
-                f"{_bytes(', outputs ', segment.output_bytes)}"
-            )
-            lines.extend(
-                f"    {path}" + (" (kept)" if path in segment.kept else "")
-                for path in segment.calls
-            )
-            if segment.boundary:
-                lines.append(
-                    f"  boundary: {', '.join(segment.boundary)}"
-                    f"{_bytes(' = ', segment.boundary_bytes)}"
-                )
+            lines.extend(_described(segment, str(number), ""))
         return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.summary()
 
     def get_config(self) -> dict[str, Any]:
         """Returns the plan as plain data for JSON."""
         return {
             "format": _FORMAT,
             "segments": [dataclasses.asdict(s) for s in self.segments],
+            "prediction": self.prediction
+            and dataclasses.asdict(self.prediction),
         }
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Plan":
         """Returns the plan that `get_config` describes."""
-        if not isinstance(config, Mapping) or config.get("format") != _FORMAT:
+        if (
+            not isinstance(config, Mapping)
+            or config.get("format") not in _READABLE
+        ):
             raise PlanError(
                 f'A plan\'s config is a mapping with "format": {_FORMAT} and '
                 f'"segments". Received: {config!r}.'
             )
-        names = {field.name for field in dataclasses.fields(Segment)}
-        segments = []
-        for segment in config.get("segments", ()):
-            unknown = sorted(set(segment) - names)
-            if unknown:
-                raise PlanError(
-                    f"Unknown entries of a segment: {', '.join(unknown)}. "
-                    f"Expected: {', '.join(sorted(names))}."
-                )
-            segments.append(Segment(**segment))
-        return cls(tuple(segments))
+        prediction = config.get("prediction")
+        return cls(
+            tuple(map(_segment_from_config, config.get("segments", ()))),
+            prediction and prediction_lib.Prediction.from_config(prediction),
+        )
 
     def to_json(self) -> str:
         """Returns the plan as JSON."""
@@ -179,6 +202,51 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"A plan's JSON can't be read: {error}.") from error
         return cls.from_config(config)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to a file, as JSON."""
+        pathlib.Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Returns the plan that `save` wrote.
+
+        Raises:
+            PlanError: The file holds no plan.
+        """
+        return cls.from_json(pathlib.Path(path).read_text(encoding="utf-8"))
+
+
+def _segment_from_config(config):
+    names = {field.name for field in dataclasses.fields(Segment)}
+    unknown = sorted(set(config) - names)
+    if unknown:
+        raise PlanError(
+            f"Unknown entries of a segment: {', '.join(unknown)}. "
+            f"Expected: {', '.join(sorted(names))}."
+        )
+    inside = tuple(map(_segment_from_config, config.get("segments", ())))
+    return Segment(**{**config, "segments": inside})
+
+
+def _described(segment, number, indent):
+    what = "recomputed" if segment.recomputed else "not recomputed"
+    yield (
+        f"{indent}segment {number}, {what}: "
+        f"{_count(len(segment.calls), 'call')}"
+        f"{_bytes(', outputs ', segment.output_bytes)}"
+    )
+    for inner, each in enumerate(segment.segments, 1):
+        yield from _described(each, f"{number}.{inner}", indent + "  ")
+    if not segment.segments:
+        for path in segment.calls:
+            kept = " (products kept)" if path in segment.kept else ""
+            yield f"{indent}    {path}{kept}"
+    if segment.boundary:
+        yield (
+            f"{indent}  boundary: {', '.join(segment.boundary)}"
+            f"{_bytes(' = ', segment.boundary_bytes)}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +289,7 @@ def annotate(
                 boundary_bytes=_total([size for _, size in boundary]),
             )
         )
-    return Plan(tuple(segments))
+    return Plan(tuple(segments), plan.prediction)
 
 
 def _total(sizes):

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from tfckpt import _compat_graph as compat
-from tfckpt import conversion, recomputation, segmentation, segments
+from tfckpt import conversion, segmentation, segments
 from tfckpt import plan as plan_lib
 
 # On the outputs that `clone_model` makes from a model: that model's plan.
@@ -156,7 +156,6 @@ class SegmentedModel(keras.Model):
             run(
                 parts,
                 flat,
-                recomputation.recompute,
                 keep_last=compat.is_outermost(self),
             ),
         )

@@ -31,6 +31,7 @@ import keras
 from tfckpt import _compat_graph as compat
 from tfckpt import graph as graph_lib
 from tfckpt import plan as plan_lib
+from tfckpt import recomputation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,6 +46,9 @@ class Part:
         outputs: Keys of the tensors that it returns: those that it makes
             and others read, and arguments that are read again later.
         drops: For each call the keys that nobody reads after it.
+        kept: Positions of the calls whose products are kept.
+        parts: Parts inside, which are recomputed one by one when this one
+            is.
     """
 
     start: int
@@ -53,13 +57,15 @@ class Part:
     arguments: tuple[int, ...]
     outputs: tuple[int, ...]
     drops: tuple[tuple[int, ...], ...]
+    kept: frozenset[int] = frozenset()
+    parts: tuple["Part", ...] = ()
 
 
 def split(graph: graph_lib.Graph, plan: plan_lib.Plan) -> tuple[Part, ...]:
     """Returns the segments of a plan as parts of the graph.
 
     Raises:
-        PlanError: The plan is for other calls, or asks to keep some.
+        PlanError: The plan is for other calls.
     """
     _check_fits(graph, plan)
     readers: dict[int, list[int]] = {}
@@ -70,53 +76,87 @@ def split(graph: graph_lib.Graph, plan: plan_lib.Plan) -> tuple[Part, ...]:
                 readers.setdefault(key, []).append(position)
             made.update((key, position) for key in outputs)
     # These may carry another mask after they were read.
-    masked = {
+    masked = frozenset(
         key
         for call in graph.calls
         for entry in call.entries
         if entry.masked
         for _, key in entry.feeds
-    }
+    )
     # A tensor that nobody reads is dropped where it is made.
     last = {
         key: readers[key][-1] if key in readers else position
         for key, position in made.items()
     } | dict.fromkeys(graph.outputs, len(graph.calls))
-    parts, end = [], 0
-    for segment in plan.segments:
-        start, end = end, end + len(segment.calls)
+    uses = _Uses(graph, readers, made, last, masked)
+    return uses.parts(plan.segments, 0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Uses:
+    """Who makes and reads each tensor.
+
+    Attributes:
+        graph: The graph.
+        readers: For each key the positions of the calls that read it.
+        made: For each key the position of the call that makes it.
+        last: For each key the position of the last call that reads it.
+        masked: Keys that may carry another mask after they were read.
+    """
+
+    graph: graph_lib.Graph
+    readers: Mapping[int, Sequence[int]]
+    made: Mapping[int, int]
+    last: Mapping[int, int]
+    masked: frozenset[int]
+
+    def parts(
+        self, planned: Sequence[plan_lib.Segment], end: int
+    ) -> tuple[Part, ...]:
+        """Returns the parts of segments, the first of which begins at `end`."""
+        parts = []
+        for segment in planned:
+            start, end = end, end + len(segment.calls)
+            parts.append(self._part(segment, start, end))
+        return tuple(parts)
+
+    def _part(self, segment, start, end):
         first = {
             key: next(p for p in positions if p >= start)
-            for key, positions in readers.items()
-            if made[key] < start and any(start <= p < end for p in positions)
+            for key, positions in self.readers.items()
+            if self.made[key] < start
+            and any(start <= p < end for p in positions)
         }
         # The gradient of what is read last is complete first.
         arguments = sorted(first, key=lambda key: -first[key])
         outputs = [
             key
-            for key, position in made.items()
-            if start <= position < end and last[key] >= end
+            for key, position in self.made.items()
+            if start <= position < end and self.last[key] >= end
         ]
         outputs += [
             key
             for key in arguments
-            if last[key] >= end
-            and (key in masked or _is_float(graph.specs[key]))
+            if self.last[key] >= end
+            and (key in self.masked or _is_float(self.graph.specs[key]))
         ]
-        parts.append(
-            Part(
-                start,
-                end,
-                segment.recomputed,
-                tuple(arguments),
-                tuple(outputs),
-                tuple(
-                    tuple(k for k, at in last.items() if at == position)
-                    for position in range(start, end)
-                ),
-            )
+        return Part(
+            start,
+            end,
+            segment.recomputed,
+            tuple(arguments),
+            tuple(outputs),
+            tuple(
+                tuple(k for k, at in self.last.items() if at == position)
+                for position in range(start, end)
+            ),
+            frozenset(
+                start + offset
+                for offset, path in enumerate(segment.calls)
+                if path in segment.kept
+            ),
+            self.parts(segment.segments, start),
         )
-    return tuple(parts)
 
 
 class Run:
@@ -141,7 +181,6 @@ class Run:
         self,
         parts: Sequence[Part],
         inputs: Sequence[Any],
-        recompute: Callable[[Callable[..., Any]], Callable[..., Any]],
         keep_last: bool,
     ) -> list[Any]:
         """Runs the model.
@@ -149,7 +188,6 @@ class Run:
         Args:
             parts: The segments.
             inputs: The model's inputs, flat and standardized.
-            recompute: Makes a function one that the backward pass repeats.
             keep_last: Whether the last segment runs as its plan says; it
                 is recomputed as well otherwise.
 
@@ -158,20 +196,21 @@ class Run:
         """
         values = dict(zip(self._graph.inputs, inputs, strict=True))
         for part in parts:
-            recomputed = part.recomputed or (
-                part is parts[-1] and not keep_last
-            )
-            # What has no output has no gradient either.
-            if recomputed and part.outputs:
-                outputs = recompute(self.function(part))(
-                    *(values[key] for key in part.arguments)
-                )
-                values.update(zip(part.outputs, outputs, strict=True))
-                for key in itertools.chain(*part.drops):
-                    values.pop(key, None)
-            else:
-                self.execute(part, values)
+            last = part is parts[-1]
+            self._run(part, values, part.recomputed or (last and not keep_last))
         return [values[key] for key in self._graph.outputs]
+
+    def _run(self, part, values, recomputed):
+        # What has no output has no gradient either.
+        if not recomputed or not part.outputs:
+            self.execute(part, values)
+            return
+        outputs = recomputation.recompute(self.function(part))(
+            *(values[key] for key in part.arguments)
+        )
+        values.update(zip(part.outputs, outputs, strict=True))
+        for key in itertools.chain(*part.drops):
+            values.pop(key, None)
 
     def function(self, part: Part) -> Callable[..., tuple[Any, ...]]:
         """Returns `part` as a function of its arguments."""
@@ -196,17 +235,23 @@ class Run:
             values: Tensors by key. Those that the part makes are added,
                 those that nobody reads any more are removed.
         """
+        for inner in part.parts:
+            self._run(inner, values, inner.recomputed)
+        if part.parts:
+            return
         opened = list(self._graph.calls[part.start].owners)
         try:
-            for call, drops in zip(
-                self._graph.calls[part.start : part.end],
-                part.drops,
-                strict=True,
+            for position, drops in zip(
+                range(part.start, part.end), part.drops, strict=True
             ):
+                call = self._graph.calls[position]
                 for entry in call.entries:
                     opened.append(entry.nested)
                     self._enter(entry, values)
-                self._call(call, values)
+                if position in part.kept:
+                    self._call_and_keep(call, values)
+                else:
+                    self._call(call, values)
                 for nested in call.leaves:
                     compat.leave_context(nested.model)
                 for key in drops:
@@ -243,6 +288,14 @@ class Run:
         for key, tensor in zip(entry.outputs, flat, strict=True):
             if key is not None:
                 values[key] = tensor
+
+    def _call_and_keep(self, call, values):
+        with recomputation.products() as products:
+            self._call(call, values)
+        if not products.found:
+            for key in call.outputs:
+                if key in values:
+                    values[key] = recomputation.keep(values[key])
 
     def _call(self, call, values):
         for key, spec, path in call.expected:
@@ -309,10 +362,4 @@ def _check_fits(graph, plan):
             )
             + f"The plan has {len(plan.calls)} calls, the model "
             f"{len(graph.paths)}. Make the plan from this model."
-        )
-    kept = [path for segment in plan.segments for path in segment.kept]
-    if kept:
-        raise plan_lib.PlanError(
-            "Keeping single calls inside a segment is not supported yet. "
-            f"Received: kept={kept}. Leave `kept` empty."
         )

@@ -2,6 +2,14 @@
 
 from tfckpt.recomputation.engine import recompute
 from tfckpt.recomputation.errors import RecomputeError
+from tfckpt.recomputation.keeping import keep, products
 from tfckpt.recomputation.switch import is_recomputing, no_recompute
 
-__all__ = ["RecomputeError", "is_recomputing", "no_recompute", "recompute"]
+__all__ = [
+    "RecomputeError",
+    "is_recomputing",
+    "keep",
+    "no_recompute",
+    "products",
+    "recompute",
+]

@@ -32,6 +32,7 @@ from tfckpt.recomputation import (
     ambient,
     arguments,
     errors,
+    keeping,
     observe,
     ordering,
     state,
@@ -122,7 +123,8 @@ class _Recomputation:
         # Tensors of its own: the function may hold the same ones, and what it
         # reads from outside is differentiated by another way.
         handed = [tf.identity(tensor) for tensor in inputs]
-        observer = observe.Observer(self._label, handed)
+        keeper = keeping.Keeper(self._label)
+        observer = observe.Observer(self._label, handed, keeper)
         with (
             switch.no_recompute(),
             _unrecorded(),
@@ -135,6 +137,7 @@ class _Recomputation:
             result = self._call(handed)
             outputs = arguments.Structure(result)
             observer.results(outputs.tensors)
+        self._keeper = keeper
         sources = self._sources(observer, watcher, scope)
         if _compat.has_tangent(sources):
             return self._plainly()
@@ -244,9 +247,12 @@ class _Recomputation:
             switch.recomputing(),
             tf.GradientTape(watch_accessed_variables=False) as tape,
         ):
-            fresh, upstream = ordering.ordered(
-                sources[: reads.stop], self._tied(), upstream
+            ordered, upstream = ordering.ordered(
+                [*sources[: reads.stop], *self._keeper.tensors],
+                self._tied(),
+                upstream,
             )
+            fresh, kept = ordered[: reads.stop], ordered[reads.stop :]
             leaves = [
                 *fresh,
                 *self._captured,
@@ -279,7 +285,8 @@ class _Recomputation:
                 return handed(i)
 
             inputs = [handed(i) for i in range(n_inputs)]
-            observer = observe.Observer(self._label, inputs)
+            keeper = keeping.Keeper(self._label, self._keeper, kept)
+            observer = observe.Observer(self._label, inputs, keeper)
             scope = state.ReplayScope(self._label, self._reads, read, observer)
             for variable in self._variables:
                 variable.check()
@@ -319,9 +326,10 @@ class _Recomputation:
         return found
 
     def _tied(self):
-        """Inputs, and the state of random generators; see `ordering`."""
+        """Inputs, state of random generators, what is kept; see `ordering`."""
         inputs = [True] * len(self._inputs.tensors)
-        return inputs + [not v.trainable for v in self._reads]
+        reads = [not v.trainable for v in self._reads]
+        return inputs + reads + [True] * len(self._keeper.tensors)
 
     def _check(self, results):
         """The recomputed results must have the dtypes and shapes they had."""

@@ -16,6 +16,7 @@ from tfckpt import _compat
 from tfckpt.recomputation import (
     arguments,
     errors,
+    keeping,
     raw_variables,
     trace,
     unrepeatable,
@@ -31,13 +32,17 @@ class Observer:
     Args:
         label: names the function in errors.
         inputs: the tensors that it is given.
+        keeper: says what its ops return, where tensors are kept.
 
     Attributes:
         trace: the ops that ran.
     """
 
-    def __init__(self, label: str, inputs: list[tf.Tensor]):
+    def __init__(
+        self, label: str, inputs: list[tf.Tensor], keeper: keeping.Keeper
+    ):
         self._label = label
+        self._keeper = keeper
         self._produced = {_key(tensor) for tensor in inputs}
         self._read = {}
         self._handles = {}
@@ -59,7 +64,7 @@ class Observer:
         if not tf.executing_eagerly():
             self._graph = tf.compat.v1.get_default_graph()
             start = len(self._graph.get_operations())
-        with _compat.observed_ops(self._callback):
+        with _compat.observed_ops(self._callback), self._keeper.running():
             yield
         if self._graph is not None:
             # TensorFlow reports every op but calls of functions.
@@ -141,6 +146,9 @@ class Observer:
         """For `_compat.observed_ops`: called after each op."""
         if threading.get_ident() == self._thread:
             self._note(op_type, inputs, attrs, outputs, op_name, graph)
+            if not self._paused and graph is not None and graph is self._graph:
+                outputs = self._keeper.outputs(_text(op_type), outputs)
+                self._produced.update(map(_key, outputs))
         return outputs  # for the callback of the next observer
 
     def _note(self, op_type, inputs, attrs, outputs, op_name, graph):
