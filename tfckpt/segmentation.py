@@ -42,7 +42,7 @@ class Segmentation:
     def __init__(self, model: Any, asked: Any, input_shape: Any) -> None:
         self.asked = _checked_plan(asked)
         self.input_shape = input_shape
-        self._shapes = _flat_shapes(model, input_shape)
+        self._shapes = flat_shapes(model, input_shape)
         self._graph = graph_lib.read(model)
         self._parts: tuple[segments.Part, ...] | None = None
         self.plan: plan_lib.Plan | plan_lib.Unsettled | None = None
@@ -150,7 +150,17 @@ def _checked_plan(asked):
     )
 
 
-def _flat_shapes(model, input_shape):
+def flat_shapes(model: Any, input_shape: Any) -> list[tuple[Any, ...]] | None:
+    """Returns the shapes of a model's inputs, flat; None if none are given.
+
+    Args:
+        model: A Functional model.
+        input_shape: A structure of shapes like its inputs, the batch
+            dimension first.
+
+    Raises:
+        PlanError: They don't fit the model's inputs.
+    """
     if input_shape is None:
         return None
     expected = [tuple(x.shape) for x in model.inputs]

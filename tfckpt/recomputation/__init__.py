@@ -2,10 +2,12 @@
 
 from tfckpt.recomputation.engine import recompute
 from tfckpt.recomputation.errors import RecomputeError
-from tfckpt.recomputation.keeping import keep, products
+from tfckpt.recomputation.keeping import PRODUCTS, REDUCTIONS, keep, products
 from tfckpt.recomputation.switch import is_recomputing, no_recompute
 
 __all__ = [
+    "PRODUCTS",
+    "REDUCTIONS",
     "RecomputeError",
     "is_recomputing",
     "keep",

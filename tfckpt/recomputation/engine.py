@@ -308,7 +308,7 @@ class _Recomputation:
             )
         for i, *each in zip(asked, found, found_locally, strict=True):
             gradients[i] = each[1] if each[0] is None else each[0]
-        return self._in_order(gradients, order)
+        return ordering.together(self._in_order(gradients, order), n_inputs)
 
     def _in_order(self, gradients, order):
         """Puts the gradients of one tensor or variable in the plain order.

@@ -62,6 +62,30 @@ def ordered(
     return list(values[:count]), list(values[count:])
 
 
+def together(
+    gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], count: int
+) -> list[tf.Tensor | tf.IndexedSlices | None]:
+    """Gradients of which the first `count` are there when all are.
+
+    What comes before in the network waits for them, so that its
+    recomputation begins when the activations here are done with. A graph
+    would else put off the gradients of weights, which need them too.
+    """
+    gradients = list(gradients)
+    there = [
+        x.values if isinstance(x, tf.IndexedSlices) else x
+        for x in gradients
+        if x is not None
+    ]
+    if tf.executing_eagerly() or _compat.compiled_by_xla():
+        return gradients
+    with tf.control_dependencies(there):
+        for i, x in enumerate(gradients[:count]):
+            if isinstance(x, tf.Tensor):
+                gradients[i] = tf.identity(x)
+    return gradients
+
+
 def _barrier(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """XLA's optimization barrier, which `tf.raw_ops` leaves out."""
     types = tf.compat.v1.AttrValue()

@@ -1,0 +1,282 @@
+"""A plan for a model: its graph, its costs, a planner, the compiler's check."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfckpt import _compat_graph as compat
+from tfckpt import (
+    conversion,
+    cost,
+    planners,
+    segmentation,
+    simulator,
+    target_fit,
+    units,
+)
+from tfckpt import costs as costs_lib
+from tfckpt import graph as graph_lib
+from tfckpt import plan as plan_lib
+
+# What is asked for by name. With "budget", `memory_budget` says which.
+STRATEGIES = ("sqrt", "min_memory", "budget", "recursive", "chen")
+
+
+def make_plan(
+    model: keras.Model,
+    *,
+    batch_size: int,
+    input_shape: Any = None,
+    strategy: Any = None,
+    memory_budget: str | int | float | None = None,
+    target: str | None = None,
+    measure: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> plan_lib.Plan:
+    """Plans which calls of a model are recomputed, before anything runs.
+
+    Args:
+        model: A Functional or Sequential model, a `SegmentedModel` too.
+            Where it is compiled its optimizer counts, else Adam does.
+        batch_size: Examples in a training step.
+        input_shape: Shape of the input, or a structure of shapes like the
+            model's inputs, where the model leaves sizes open. With the batch
+            dimension or without.
+        strategy: How to choose. `"sqrt"` (the default where there is no
+            budget), a number of segments, or a list of call paths, as for
+            `SegmentedModel`. `"min_memory"`: least peak. `"budget"` (the
+            default where there is one): least time within `memory_budget`.
+            `"recursive"`: segments in segments, for less memory at more
+            time, within `memory_budget` if given. `"chen"`: Chen's search.
+            Or a function that takes a `tfckpt.costs.Costs` and returns a
+            plan: `lambda costs: planners.by_type(costs, keep=["Conv2D"])`.
+        memory_budget: A size, in bytes or as text such as `"2GiB"`, that
+            everything on the device shall fit in: weights, gradients,
+            optimizer state, inputs, activations. Or a fraction such as 0.4:
+            activation memory relative to no recomputation.
+        target: Name of a device, as for `tfckpt.memory.compiled_memory`: the
+            plan is compiled by the device's own compiler and chosen so that
+            the compiled step is within the budget, in at most
+            `target_fit.MOST_TRIALS` compilations.
+        measure: Whether to measure the time of each kind of call by running
+            it, in place of counting operations.
+        progress: Called with a line for each step that takes long.
+
+    Returns:
+        The plan, with its `prediction`.
+
+    Raises:
+        PlanError: No plan is within the budget (it says what the least is);
+            an argument is wrong.
+        TypeError: `model` has no graph.
+
+    Example:
+
+    >>> inputs = x = keras.Input((64,))
+    >>> for i in range(9):
+    ...     x = keras.layers.Dense(64, "tanh", name=f"dense_{i}")(x)
+    >>> model = keras.Model(inputs, x)
+    >>> plan = make_plan(model, batch_size=256, memory_budget=0.7)
+    >>> plan.prediction.ratio <= 0.7
+    True
+    >>> segmented = tfckpt.SegmentedModel.from_model(model, plan=plan)
+    """
+    budget = _checked_budget(memory_budget)
+    if strategy is None:
+        strategy = "sqrt" if budget is None else "budget"
+    _check_strategy(strategy, budget)
+    functional, shapes = _read(model, batch_size, input_shape)
+    costs = costs_of(
+        model,
+        batch_size=batch_size,
+        input_shape=input_shape,
+        measure=measure,
+        progress=progress,
+    )
+    simulated = simulator.Simulator(costs)
+    limit = _limit(budget, costs, simulated.plain.peak)
+    if target is not None and strategy == "budget":
+        plan = target_fit.fit(
+            functional,
+            simulated,
+            budget,
+            target=target,
+            shapes=shapes,
+            progress=progress,
+        )
+    else:
+        plan = _choose(strategy, costs, limit, functional, shapes)
+        if target is not None:
+            plan = target_fit.checked(
+                functional,
+                simulated.annotated(plan),
+                budget,
+                simulated,
+                target=target,
+                shapes=shapes,
+                progress=progress,
+            )
+    return _reported(plan, simulated)
+
+
+def costs_of(
+    model: keras.Model,
+    *,
+    batch_size: int,
+    input_shape: Any = None,
+    measure: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> costs_lib.Costs:
+    """Returns what a training step of a model costs, call by call.
+
+    Args:
+        model: See `make_plan`, and so the others.
+        batch_size: Examples in a step.
+        input_shape: Shapes that the model leaves open.
+        measure: Whether to measure times.
+        progress: Called with a line for each step that takes long.
+    """
+    functional, shapes = _read(model, batch_size, input_shape)
+    graph = graph_lib.read(functional)
+    costs = cost.of_graph(graph, batch_size=batch_size, shapes=shapes)
+    if measure:
+        costs = cost.measured(
+            graph,
+            costs,
+            batch_size=batch_size,
+            shapes=shapes,
+            progress=progress,
+        )
+    optimizer, note = cost.optimizer_bytes(model)
+    return dataclasses.replace(
+        costs,
+        weight_bytes=cost.variable_bytes(model.variables),
+        gradient_bytes=cost.variable_bytes(model.trainable_variables),
+        optimizer_bytes=optimizer,
+        notes=costs.notes + ((note,) if note else ()),
+    )
+
+
+def _read(model, batch_size, input_shape):
+    """The Functional that runs the model, and the shapes of its inputs."""
+    if (
+        isinstance(batch_size, bool)
+        or not isinstance(batch_size, int)
+        or batch_size < 1
+    ):
+        raise plan_lib.PlanError(
+            "`batch_size` is a whole number of examples, 1 or more. "
+            f"Received: {batch_size!r}."
+        )
+    functional = compat.functional_of(model)
+    if functional is None:
+        functional = conversion.checked_functional(
+            keras.Model, model, input_shape
+        )
+    shapes = segmentation.flat_shapes(
+        functional, _with_batch(functional, input_shape)
+    )
+    shapes = [
+        (batch_size, *shape[1:])
+        for shape in shapes or [tuple(x.shape) for x in functional.inputs]
+    ]
+    return functional, shapes
+
+
+def _with_batch(functional, input_shape):
+    """A shape without the batch dimension gets one."""
+    known = functional.inputs[0].shape
+    single = len(functional.inputs) == 1 and isinstance(
+        input_shape, (list, tuple)
+    )
+    if single and len(input_shape) == len(known) - 1:
+        return (None, *input_shape)
+    return input_shape
+
+
+def _checked_budget(memory_budget):
+    if memory_budget is None:
+        return None
+    try:
+        return units.parse_size(memory_budget)
+    except ValueError as error:
+        raise plan_lib.PlanError(f"`memory_budget`: {error}") from error
+
+
+def _check_strategy(strategy, budget):
+    if isinstance(strategy, str) and strategy not in STRATEGIES:
+        raise plan_lib.PlanError(
+            f"`strategy` is one of {', '.join(STRATEGIES)}, a number of "
+            "segments, a list of call paths or a function of the costs. "
+            f"Received: {strategy!r}."
+        )
+    if strategy == "budget" and budget is None:
+        raise plan_lib.PlanError(
+            'strategy="budget" needs `memory_budget`, such as "2GiB" or 0.4.'
+        )
+
+
+def _limit(budget, costs, plain):
+    """Activation memory in bytes that is within the budget."""
+    if budget is None:
+        return None
+    if isinstance(budget, float):
+        return math.floor(budget * plain)
+    fixed = (
+        costs.weight_bytes
+        + costs.gradient_bytes
+        + costs.optimizer_bytes
+        + costs.input_bytes
+    )
+    if budget <= fixed:
+        raise plan_lib.PlanError(
+            f"A budget of {units.format_size(budget)} does not hold what no "
+            "plan can change: "
+            f"weights {units.format_size(costs.weight_bytes)}, "
+            f"gradients {units.format_size(costs.gradient_bytes)}, "
+            f"optimizer state {units.format_size(costs.optimizer_bytes)}, "
+            f"inputs {units.format_size(costs.input_bytes)}. Use a smaller "
+            "model or optimizer state, or give more than "
+            f"{units.format_size(fixed)}."
+        )
+    return budget - fixed
+
+
+def _choose(strategy, costs, limit, functional, shapes):
+    if callable(strategy):
+        plan = strategy(costs)
+        if not isinstance(plan, plan_lib.Plan):
+            raise plan_lib.PlanError(
+                "A `strategy` that is a function returns a tfckpt.Plan. "
+                f"Received: {plan!r} of type {type(plan).__name__}."
+            )
+        return plan
+    if strategy == "min_memory":
+        return planners.min_memory(costs)
+    if strategy == "budget":
+        return planners.budget(costs, limit)
+    if strategy == "recursive":
+        return planners.recursive(costs, limit)
+    if strategy == "chen":
+        return planners.chen(costs)
+    return segmentation.Segmentation(functional, strategy, shapes).plan
+
+
+def _reported(plan, simulated):
+    """The plan with what the report says besides."""
+    trials = plan.prediction.trials if plan.prediction else ()
+    plan = simulated.annotated(plan)
+    frontier = tuple(planners.frontier(simulated.costs))
+    return dataclasses.replace(
+        plan,
+        prediction=dataclasses.replace(
+            plan.prediction,
+            frontier=frontier,
+            least_bytes=min((size for size, _ in frontier), default=None),
+            blocked=tuple(planners.blocked(simulated.costs, plan)),
+            trials=trials,
+        ),
+    )
