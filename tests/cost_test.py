@@ -169,7 +169,7 @@ def test_mixed_precision_halves_activations_and_keeps_weights():
     def make(policy):
         inputs = keras.Input((64,))
         x = inputs
-        for i in range(3):
+        for _ in range(3):
             x = layers.Dense(64, activation="relu", dtype=policy)(x)
         return keras.Model(inputs, x)
 
@@ -263,8 +263,6 @@ def test_finding_costs_changes_nothing():
     planning.costs_of(model, batch_size=2, measure=True)
     for a, b in zip(before, model.variables, strict=True):
         np.testing.assert_array_equal(a, b.numpy())
-    assert len(model.losses) == losses
-    model(np.zeros((2, 8, 8, 3), "float32"))
     assert len(model.losses) == losses
 
 
