@@ -8,6 +8,7 @@ which compiles two different programs.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 MODES = ("eager", "graph", "xla")
+WITHOUT_ONEDNN = os.environ.get("TF_ENABLE_ONEDNN_OPTS") == "0"
 
 
 @dataclasses.dataclass
@@ -37,10 +39,15 @@ class Record:
 
 
 def exact_graphs() -> None:
-    """Switches off the rewriting that treats equal programs differently."""
-    tf.config.optimizer.set_experimental_options(
-        {"arithmetic_optimization": False}
-    )
+    """Switches off the rewriting that treats equal programs differently.
+
+    Where oneDNN, which fuses products with what follows, is off, the fusing
+    that Grappler does is off too, and all else that it does.
+    """
+    options = {"arithmetic_optimization": False}
+    if WITHOUT_ONEDNN:
+        options["disable_meta_optimizer"] = True
+    tf.config.optimizer.set_experimental_options(options)
 
 
 def compiled(function: Callable[..., Any], mode: str) -> Callable[..., Any]:

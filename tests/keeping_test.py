@@ -217,7 +217,7 @@ def test_kept_calls_of_a_plan_give_the_same_numbers(mode):
     x = np.random.RandomState(0).rand(16, 8, 8, 3).astype("float32")
     y = np.random.RandomState(1).rand(16, 2).astype("float32")
     results = []
-    # A call without products keeps its outputs.
+    # A call without products keeps nothing.
     for kept in (None, ("conv0", "norm0", "act0", "conv1")):
         keras.utils.set_random_seed(4)
         model = _model()

@@ -71,6 +71,25 @@ def test_a_given_plan_says_what_is_recomputed():
     assert _logged(model)[1] == "3 2"
 
 
+def test_segments_inside_a_segment_are_recomputed_in_their_turn():
+    calls = [str(i) for i in range(8)]
+    inner = (
+        plan.Segment(calls[:2]),
+        plan.Segment(calls[2:4]),
+        plan.Segment(calls[4:6], recomputed=False),
+    )
+    given = plan.Plan(
+        (
+            plan.Segment(calls[:6], segments=inner),
+            plan.Segment(calls[6:], recomputed=False),
+        )
+    )
+    model = SegmentedModel.from_model(_logging_chain(8), plan=given)
+    again = "0 1 2 3 4 5"
+    assert _logged(model) == ("0 1 2 3 4 5 6 7", f"{again} 2 3 0 1")
+    assert model.plan == plan.Plan.from_json(model.plan.to_json())
+
+
 def test_inside_another_model_the_last_segment_is_recomputed():
     inner = SegmentedModel.from_model(_logging_chain(4), plan=2)
     inputs = keras.Input((2,))

@@ -9,10 +9,11 @@ its activations would be needed at once.
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfckpt import prediction as prediction_lib
@@ -36,7 +37,8 @@ class Segment:
         calls: Paths of the calls, in the order in which they run.
         recomputed: Whether the backward pass runs them again.
         kept: Paths of calls inside whose products (matrix products,
-            convolutions) are kept from the forward pass.
+            convolutions, and the sums of normalizations) are kept from the
+            forward pass. A call without any keeps nothing.
         segments: Segments inside, which are recomputed one by one when this
             one is; empty if it is run again in one go. Together they hold
             the same calls.
@@ -163,6 +165,37 @@ class Plan:
         for number, segment in enumerate(self.segments, 1):
             lines.extend(_described(segment, str(number), ""))
         return "\n".join(lines)
+
+    def summary(
+        self,
+        print_fn: Callable[[str], Any] | None = None,
+        verbose: bool = False,
+    ) -> None:
+        """Prints the segments, and the memory and time that are expected.
+
+        Args:
+            print_fn: Called with the text; by default it is printed as wide
+                as the terminal is.
+            verbose: Whether to list every call.
+        """
+        # What reports and draws plans imports them, and more than numpy.
+        report = importlib.import_module("tfckpt.report")
+        report.show(self, print_fn=print_fn, verbose=verbose)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws memory over a step, with the plan and without, into a file.
+
+        Needs `pip install "tfckpt[plot]"` and a plan with a prediction.
+
+        Args:
+            path: The file; its suffix says the format: .png, .pdf, .svg.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: The suffix is no format of a picture.
+            PlanError: The plan has no prediction.
+        """
+        importlib.import_module("tfckpt.drawing").draw(self, path)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the plan as plain data for JSON."""

@@ -21,6 +21,7 @@ the segments; and what losses inside a segment (`add_loss`, activity
 regularizers) contribute comes after what later segments do, not before.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -248,9 +249,11 @@ class Run:
                 for entry in call.entries:
                     opened.append(entry.nested)
                     self._enter(entry, values)
-                if position in part.kept:
-                    self._call_and_keep(call, values)
-                else:
+                with (
+                    recomputation.products()
+                    if position in part.kept
+                    else contextlib.nullcontext()
+                ):
                     self._call(call, values)
                 for nested in call.leaves:
                     compat.leave_context(nested.model)
@@ -288,14 +291,6 @@ class Run:
         for key, tensor in zip(entry.outputs, flat, strict=True):
             if key is not None:
                 values[key] = tensor
-
-    def _call_and_keep(self, call, values):
-        with recomputation.products() as products:
-            self._call(call, values)
-        if not products.found:
-            for key in call.outputs:
-                if key in values:
-                    values[key] = recomputation.keep(values[key])
 
     def _call(self, call, values):
         for key, spec, path in call.expected:

@@ -351,7 +351,7 @@ def _is_product(op):
 def _is_kept(op):
     return (
         op.type in recomputation.PRODUCTS or op.type in recomputation.REDUCTIONS
-    )
+    ) and all(x.dtype.is_floating or x.dtype.is_complex for x in op.outputs)
 
 
 def _is_activation(tensor):

@@ -51,7 +51,6 @@ class _Local(threading.local):
     runs = 0  # how many recomputed functions run in this thread
     keeping = False  # whether `keep` makes its op now
     products = False  # whether products are kept now
-    found = False  # whether any was, since `products` began
 
 
 _local = _Local()
@@ -67,7 +66,9 @@ def keep(tensor: Any) -> Any:
     matrix products and convolutions, before the activation and normalization
     that follow them. Elsewhere, in eager mode, and inside of a loop, a branch
     or an inner `tf.function` of the recomputed function this does nothing.
-    The numbers are the same with it and without.
+    The numbers are the same with it and without, but for the last bit where
+    TensorFlow fuses the op that makes the tensor with the next one (bias,
+    activation), which it can't do when the tensor itself is needed.
 
     Args:
         tensor: a tensor of any shape and dtype, or a nested structure of
@@ -110,18 +111,13 @@ def _keep(tensor):
 
 
 @contextlib.contextmanager
-def products() -> Iterator["_Local"]:
-    """Keeps the products and reductions that ops in this block make.
-
-    Yields:
-        An object whose `found` tells at the end whether there were any.
-    """
-    before = _local.products, _local.found
-    _local.products, _local.found = True, False
+def products() -> Iterator[None]:
+    """Keeps the products and reductions that ops in this block make."""
+    before, _local.products = _local.products, True
     try:
-        yield _local
+        yield
     finally:
-        _local.products, _local.found = before
+        _local.products = before
 
 
 class Keeper:
@@ -164,9 +160,8 @@ class Keeper:
         self, op_type: str, outputs: Sequence[tf.Tensor]
     ) -> Sequence[tf.Tensor]:
         """What an op of the function returns."""
-        if not _is_kept(op_type):
+        if not _is_kept(op_type) or not _all_floating(outputs):
             return outputs
-        _local.found = True
         if not self._hands_out:
             self.tensors.extend(outputs)
             return outputs
@@ -188,7 +183,14 @@ class Keeper:
         )
 
 
+def _all_floating(outputs):
+    # Integers may be sizes, which a compiler wants to know beforehand.
+    return _local.keeping or all(
+        x.dtype.is_floating or x.dtype.is_complex for x in outputs
+    )
+
+
 def _is_kept(op_type):
-    if _local.keeping:
-        return op_type == "Identity"
+    if _local.keeping and op_type == "Identity":
+        return True
     return _local.products and (op_type in PRODUCTS or op_type in REDUCTIONS)

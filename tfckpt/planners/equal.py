@@ -1,22 +1,18 @@
-"""Planners: the calls of a model cut into segments of equal size.
+"""The calls of a model cut into segments of equal size, or where asked.
 
 Gradient checkpointing, or "sublinear memory", after Chen et al., "Training
 Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174. About
 the square root of the number of calls is the best number of segments for a
-chain of equal calls (section 4.1 there). Not done here: time, nested segments,
-budgets.
-
-Nothing here needs TensorFlow or Keras.
+chain of equal calls (section 4.1 there). Nothing is known here of time.
 """
 
-import difflib
 import math
-import operator
 from collections.abc import Sequence
 
 import numpy as np
 
 from tfckpt import plan
+from tfckpt.planners import checks, names
 
 # A cut is searched within this part of a segment's size around the place of
 # equal sizes: far enough to leave the inside of a residual block, near enough
@@ -51,11 +47,11 @@ def uniform(
     >>> [len(segment.calls) for segment in plan.segments]
     [2, 2, 2, 2, 1]
     """
-    paths = _checked_paths(paths)
-    number = _checked_number(segments, len(paths))
+    paths = checks.paths(paths)
+    number = checks.number(segments, len(paths))
     ends = _ends(
-        _checked_sizes("sizes", sizes, len(paths)),
-        _checked_sizes("cuts", cuts, len(paths)),
+        checks.sizes("sizes", sizes, len(paths)),
+        checks.sizes("cuts", cuts, len(paths)),
         number,
         len(paths),
     )
@@ -83,8 +79,8 @@ def sqrt(
     >>> [segment.calls for segment in plan.segments]
     [('a',), ('b', 'c', 'd')]
     """
-    paths = _checked_paths(paths)
-    checked = _checked_sizes("sizes", sizes, len(paths))
+    paths = checks.paths(paths)
+    checked = checks.sizes("sizes", sizes, len(paths))
     holding = len(paths) if checked is None else np.count_nonzero(checked)
     number = max(1, round(math.sqrt(holding)))
     return uniform(paths, number, sizes, cuts)
@@ -109,7 +105,7 @@ def at_boundaries(paths: Sequence[str], boundaries: Sequence[str]) -> plan.Plan:
     >>> [segment.calls for segment in plan.segments]
     [('a', 'b/c', 'b/d'), ('e',)]
     """
-    paths = _checked_paths(paths)
+    paths = checks.paths(paths)
     if isinstance(boundaries, str) or not all(
         isinstance(name, str) for name in boundaries
     ):
@@ -126,13 +122,7 @@ def at_boundaries(paths: Sequence[str], boundaries: Sequence[str]) -> plan.Plan:
     ends = []
     for name in boundaries:
         if name not in last:
-            near = difflib.get_close_matches(name, last, n=5, cutoff=0.5)
-            raise plan.PlanError(
-                f"No call of the model is named {name!r}. "
-                + (f"Near matches: {', '.join(near)}. " if near else "")
-                + f"The {len(paths)} calls run from {paths[0]!r} to "
-                f"{paths[-1]!r}; `model.plan` prints them all."
-            )
+            raise names.unknown(name, last, paths)
         ends.append(last[name] + 1)
     if len(set(ends)) < len(ends):
         raise plan.PlanError(
@@ -140,6 +130,27 @@ def at_boundaries(paths: Sequence[str], boundaries: Sequence[str]) -> plan.Plan:
             "Name each call once."
         )
     return _from_ends(paths, sorted(set(ends) | {len(paths)}))
+
+
+def every_k(paths: Sequence[str], k: int) -> plan.Plan:
+    """Returns the plan whose segments hold k calls each, the last one the rest.
+
+    Args:
+        paths: Paths of the calls, in the order in which they run.
+        k: Calls in a segment, 1 or more.
+
+    Raises:
+        PlanError: `k` is not a whole number from 1 on.
+
+    Example:
+
+    >>> plan = every_k(["a", "b", "c", "d", "e"], 2)
+    >>> [segment.calls for segment in plan.segments]
+    [('a', 'b'), ('c', 'd'), ('e',)]
+    """
+    paths = checks.paths(paths)
+    k = checks.whole("k", k)
+    return _from_ends(paths, [*range(k, len(paths), k), len(paths)])
 
 
 def _ends(sizes, cuts, number, length):
@@ -188,49 +199,3 @@ def _from_ends(paths, ends):
             for start, end in zip(starts, ends, strict=True)
         )
     )
-
-
-def _checked_paths(paths):
-    if isinstance(paths, str) or not all(isinstance(p, str) for p in paths):
-        raise plan.PlanError(f"Call paths are strings. Received: {paths!r}.")
-    if not paths:
-        raise plan.PlanError(
-            "A model without calls has nothing to plan. Use plan=None."
-        )
-    return tuple(paths)
-
-
-def _checked_number(segments, length):
-    try:
-        number = operator.index(segments)
-    except TypeError:
-        number = None
-    if number is None or isinstance(segments, (bool, np.bool_)):
-        raise plan.PlanError(
-            f"The number of segments is an int from 1 to {length}, the "
-            f"number of calls. Received: {segments!r} of type "
-            f"{type(segments).__name__}."
-        )
-    if not 1 <= number <= length:
-        raise plan.PlanError(
-            f"{length} calls can't be cut into {number} segments. Expected a "
-            f"number from 1 to {length}. Ask for fewer segments, or for "
-            '"sqrt".'
-            if number > length
-            else f"The number of segments is from 1 to {length}, the number "
-            f"of calls. Received: {number}. To recompute nothing, ask for "
-            "None."
-        )
-    return number
-
-
-def _checked_sizes(name, values, length):
-    if values is None:
-        return None
-    array = np.asarray(values, dtype=np.float64)
-    if array.shape != (length,) or not np.all(array >= 0):
-        raise plan.PlanError(
-            f"`{name}` holds a number of bytes, 0 or more, for each of the "
-            f"{length} calls. Received: {values!r}."
-        )
-    return array

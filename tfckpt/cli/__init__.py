@@ -1,0 +1,1 @@
+"""The command line: `python -m tfckpt`, one module for each command."""

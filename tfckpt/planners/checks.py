@@ -1,0 +1,70 @@
+"""Checks of what planners are given."""
+
+import operator
+
+import numpy as np
+
+from tfckpt import plan
+
+
+def paths(paths):
+    """Returns the paths of calls as a tuple, or raises a PlanError."""
+    if isinstance(paths, str) or not all(isinstance(p, str) for p in paths):
+        raise plan.PlanError(f"Call paths are strings. Received: {paths!r}.")
+    if not paths:
+        raise plan.PlanError(
+            "A model without calls has nothing to plan. Use plan=None."
+        )
+    return tuple(paths)
+
+
+def number(segments, length):
+    """Returns a number of segments, or raises a PlanError."""
+    try:
+        number = operator.index(segments)
+    except TypeError:
+        number = None
+    if number is None or isinstance(segments, (bool, np.bool_)):
+        raise plan.PlanError(
+            f"The number of segments is an int from 1 to {length}, the "
+            f"number of calls. Received: {segments!r} of type "
+            f"{type(segments).__name__}."
+        )
+    if not 1 <= number <= length:
+        raise plan.PlanError(
+            f"{length} calls can't be cut into {number} segments. Expected a "
+            f"number from 1 to {length}. Ask for fewer segments, or for "
+            '"sqrt".'
+            if number > length
+            else f"The number of segments is from 1 to {length}, the number "
+            f"of calls. Received: {number}. To recompute nothing, ask for "
+            "None."
+        )
+    return number
+
+
+def sizes(name, values, length):
+    """Returns bytes for each call as an array, or raises a PlanError."""
+    if values is None:
+        return None
+    array = np.asarray(values, dtype=np.float64)
+    if array.shape != (length,) or not np.all(array >= 0):
+        raise plan.PlanError(
+            f"`{name}` holds a number of bytes, 0 or more, for each of the "
+            f"{length} calls. Received: {values!r}."
+        )
+    return array
+
+
+def whole(name, value):
+    """Returns a whole number from 1 on, or raises a PlanError."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, (bool, np.bool_)):
+        raise plan.PlanError(
+            f"`{name}` is a whole number, 1 or more. Received: {value!r} of "
+            f"type {type(value).__name__}."
+        )
+    return number
