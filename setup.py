@@ -21,7 +21,7 @@ def _version():
 # chain of benchmarks/compiled_memory.py takes .15 on v5e and misses its bar of
 # .13), so it is not used; the version is exact, for figures to be comparable.
 _COMPILE = ["jax[cuda12-local]>=0.10.2,<0.11", "libtpu==0.0.52"]
-_EXAMPLES = ["rich>=13", "scikit-learn>=1.3"]
+_EXAMPLES = ["scikit-learn>=1.3"]
 _PLOT = ["matplotlib>=3.7"]
 
 setuptools.setup(
@@ -40,8 +40,10 @@ setuptools.setup(
         "absl-py>=2.1",
         "keras>=3.14.1",
         "numpy>=1.26",
+        "rich>=13",
         "tensorflow>=2.20",
     ],
+    entry_points={"console_scripts": ["tfckpt = tfckpt.__main__:run"]},
     extras_require={
         "bench": _EXAMPLES,
         "compile": _COMPILE,
@@ -49,10 +51,13 @@ setuptools.setup(
         "plot": _PLOT,
         "test": [
             "hypothesis>=6.100",
+            *_PLOT,
             "pytest>=8",
             "pytest-xdist>=3.6",
             # Formatting changes between minor versions.
             "ruff>=0.17,<0.18",
+            # An exact programme as a bound for the planners.
+            "scipy>=1.11",
         ],
     },
     classifiers=[

@@ -24,9 +24,13 @@ PUBLIC = [
     "Recompute",
     "RecomputeError",
     "SegmentedModel",
+    "cost",
     "is_recomputing",
+    "keep",
+    "make_plan",
     "memory",
     "no_recompute",
+    "planners",
     "recompute",
 ]
 # Programs and workers do their work when they are imported.

@@ -14,25 +14,83 @@ from tools import imports
 _ROOMS = {
     "_compat": set(),
     "_compat_graph": set(),
+    "units": set(),
     "recomputation": {"_compat"},
     "layers": {"_compat", "recomputation"},
-    "plan": set(),
-    "planners": {"plan"},
+    "memory": {"_compat"},
+    "devices": {"memory", "units"},
+    # Plain data and algorithms.
+    "costs": set(),
+    "prediction": set(),
+    "plan": {"prediction"},
+    "simulator": {"costs", "plan", "prediction"},
+    "planners": {"costs", "plan", "simulator"},
+    # A Keras model, read and cut.
     "flattening": {"_compat_graph"},
     "graph": {"_compat_graph", "flattening"},
     "sizes": {"_compat_graph", "graph"},
-    "segments": {"_compat_graph", "graph", "plan"},
+    "segments": {"_compat_graph", "graph", "plan", "recomputation"},
     "segmentation": {"graph", "plan", "planners", "segments", "sizes"},
     "conversion": {"_compat_graph"},
     "segmented_model": {
         "_compat_graph",
         "conversion",
         "plan",
-        "recomputation",
         "segmentation",
         "segments",
     },
-    "memory": {"_compat"},
+    # What a step will take, and does.
+    "cost": {"_compat_graph", "costs", "graph", "recomputation", "sizes"},
+    "target_fit": {
+        "memory",
+        "plan",
+        "planners",
+        "prediction",
+        "segmented_model",
+        "simulator",
+        "units",
+    },
+    "planning": {
+        "_compat_graph",
+        "conversion",
+        "cost",
+        "costs",
+        "graph",
+        "plan",
+        "planners",
+        "segmentation",
+        "simulator",
+        "target_fit",
+        "units",
+    },
+    "tables": {"plan", "prediction", "units"},
+    "report": {"plan", "tables", "units"},
+    "drawing": {"plan"},
+    "measured_step": {"memory", "plan", "segmented_model"},
+    "measurement": {
+        "measured_step",
+        "memory",
+        "plan",
+        "prediction",
+        "report",
+        "tables",
+        "units",
+    },
+    "cli": {
+        "devices",
+        "drawing",
+        "measurement",
+        "memory",
+        "plan",
+        "planning",
+        "prediction",
+        "report",
+        "segmented_model",
+        "tables",
+        "target_fit",
+        "units",
+    },
+    "__main__": {"cli", "memory"},
 }
 # Where private names of others may be imported. Compiling for a device that is
 # not there has no public way in JAX; the worker runs in a process of its own
@@ -133,7 +191,13 @@ def test_nothing_calls_recompute_grad():
 
 def test_plans_need_numpy_only():
     for path in _FILES:
-        if _room(path) in ("plan", "planners"):
+        if _room(path) in (
+            "costs",
+            "plan",
+            "planners",
+            "prediction",
+            "simulator",
+        ):
             for each in imports.imports_of(path):
                 assert imports.third_party(each.name) in (
                     None,

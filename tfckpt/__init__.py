@@ -14,9 +14,10 @@ if keras.backend.backend() != "tensorflow":
         "KERAS_BACKEND=tensorflow before keras is imported."
     )
 
-from tfckpt import memory
+from tfckpt import cost, memory, planners
 from tfckpt.layers import Recompute
 from tfckpt.plan import Plan, PlanError
+from tfckpt.planning import make_plan
 from tfckpt.recomputation import (
     RecomputeError,
     is_recomputing,
@@ -34,9 +35,12 @@ __all__ = [
     "Recompute",
     "RecomputeError",
     "SegmentedModel",
+    "cost",
     "is_recomputing",
     "keep",
+    "make_plan",
     "memory",
     "no_recompute",
+    "planners",
     "recompute",
 ]

@@ -42,7 +42,8 @@ class Segment:
         segments: Segments inside, which are recomputed one by one when this
             one is; empty if it is run again in one go. Together they hold
             the same calls.
-        boundary: Names of the tensors that live on after the segment.
+        boundary: Names of the tensors that are made in the segment and live
+            on after it.
         output_bytes: Bytes of the outputs of the calls; None if unknown.
         boundary_bytes: Bytes of the boundary tensors; None if unknown.
         kept_bytes: Bytes of the kept products; None if unknown.
@@ -310,10 +311,11 @@ def annotate(
         sizes: Bytes of each call's output, None where unknown.
         live: For each call the tensors that live on after it: name, bytes.
     """
-    segments, end = [], 0
+    segments, end, before = [], 0, []
     for segment in plan.segments:
         start, end = end, end + len(segment.calls)
-        boundary = live[end - 1]
+        boundary = [each for each in live[end - 1] if each not in before]
+        before = live[end - 1]
         segments.append(
             dataclasses.replace(
                 segment,

@@ -262,7 +262,13 @@ def _choose(strategy, costs, limit, functional, shapes):
         return planners.recursive(costs, limit)
     if strategy == "chen":
         return planners.chen(costs)
-    return segmentation.Segmentation(functional, strategy, shapes).plan
+    plan = segmentation.Segmentation(functional, strategy, shapes).plan
+    if isinstance(plan, plan_lib.Unsettled):
+        raise plan_lib.PlanError(
+            f"strategy={strategy!r} needs sizes that the model leaves open: "
+            f"{plan.reason} Received: input_shape with None in it, or none."
+        )
+    return plan
 
 
 def _reported(plan, simulated):

@@ -14,14 +14,15 @@ class Trial:
         budget_bytes: Activation memory that the plan was made for, as the
             simulator counts it; None for no recomputation.
         bytes: What the compiled step takes on the device, in the terms of the
-            budget that was asked for.
+            budget that was asked for; None if the compiler found it too big
+            for the device.
         extra_time: Added time of that plan, relative to a plain step.
         fits: Whether that is within the budget.
     """
 
     target: str
     budget_bytes: int | None
-    bytes: int
+    bytes: int | None
     extra_time: float
     fits: bool
 

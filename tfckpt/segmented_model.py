@@ -6,6 +6,7 @@ segment again (`tfckpt.planners` names the source). Layers, names, variables
 and files are those of the plain model.
 """
 
+import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -42,7 +43,8 @@ class SegmentedModel(keras.Model):
             segments of equal output bytes. An int: so many segments, of
             equal output bytes. A list of call paths such as
             `["conv1", "backbone/block2", "dense#2"]`: a segment ends with
-            each of these calls. A `tfckpt.plan.Plan`: that plan.
+            each of these calls. A `tfckpt.Plan`, as `tfckpt.make_plan` makes
+            it: that plan.
         input_shape: Shape of the input with the batch dimension, or a
             structure of shapes like `inputs`. Needed only to settle a plan
             before the first batch where the model leaves sizes open.
@@ -162,6 +164,26 @@ class SegmentedModel(keras.Model):
         if isinstance(outputs, (list, tuple)) and len(outputs) == 1:
             return outputs[0]
         return outputs
+
+    def measure(self, x: Any, y: Any = None, **options: Any) -> Any:
+        """Measures a training step, next to what the plan predicts.
+
+        Memory is that of fresh processes on a CPU, and of the device
+        elsewhere; times are with the plan and without, by turns. Weights,
+        optimizer, metrics and seeds stay as they are. It takes a minute.
+
+        Args:
+            x: Inputs of one step.
+            y: Targets, if the model is compiled with a loss. Else the loss is
+                the mean square of the outputs.
+            **options: See `tfckpt.measurement.measure`.
+
+        Returns:
+            A `tfckpt.measurement.Measurement`; print it.
+        """
+        # It makes models of this class.
+        measurement = importlib.import_module("tfckpt.measurement")
+        return measurement.measure(self, x, y, **options)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the config of `keras.Model`, and the plan as asked for."""

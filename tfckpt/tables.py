@@ -170,7 +170,9 @@ def trials_table(trials: Any) -> rich.table.Table:
             "no recomputation"
             if trial.budget_bytes is None
             else units.format_size(trial.budget_bytes),
-            units.format_size(trial.bytes),
+            "too big"
+            if trial.bytes is None
+            else units.format_size(trial.bytes),
             f"{trial.extra_time:+.1%}",
             "yes" if trial.fits else "no",
         )

@@ -17,6 +17,8 @@ from tfckpt import plan as plan_lib
 from tfckpt import prediction as prediction_lib
 
 MOST_TRIALS = 6
+# How the compilers say that a step does not fit their device.
+_TOO_BIG = "RESOURCE_EXHAUSTED"
 # Where the bisection is fine enough, as a part of the plain peak.
 _NEAR = 0.02
 
@@ -64,29 +66,29 @@ class _Compiler:
         model = segmented_model.SegmentedModel(
             self._functional.input, self._functional.output, plan=plan
         )
-        compiled = memory.compiled_memory(
-            gradient_step(model), *self._inputs, target=self._target
-        )
-        size = compiled.temporaries
-        if isinstance(self._budget, float):
-            if plan is None:
-                self.plain = size
-            limit = self._budget * (self.plain or 0)
-        else:
-            # Gradients are among the outputs; the optimizer is not compiled.
-            size = compiled.total + self._costs.optimizer_bytes
-            limit = self._budget or 0
+        size = self._bytes(model)
+        if plan is None and isinstance(self._budget, float):
+            if size is None:
+                raise plan_lib.PlanError(
+                    "A fraction is relative to the plain step, which is too "
+                    f"big for {self._target}. Received: memory_budget="
+                    f"{self._budget}. Give a size, such as what the device has."
+                )
+            self.plain = size
+        limit = self._budget
+        if self.plain is not None:
+            limit = self._budget * self.plain
         trial = prediction_lib.Trial(
             target=self._target,
             budget_bytes=plan and plan.prediction.peak_bytes,
             bytes=size,
             extra_time=plan.prediction.extra_time if plan else 0.0,
-            fits=self._budget is None or size <= limit,
+            fits=size is not None and (limit is None or size <= limit),
         )
         self.trials.append(trial)
         self._progress(
             f"{self._target}, compilation {len(self.trials)}: "
-            f"{units.format_size(size)} "
+            f"{'too big for it' if size is None else units.format_size(size)} "
             + (
                 f"under a plan of {100 * trial.extra_time:.1f} % extra time"
                 if plan
@@ -99,6 +101,21 @@ class _Compiler:
             )
         )
         return trial
+
+    def _bytes(self, model):
+        """What the compiled step takes; None if it's too big for the device."""
+        try:
+            compiled = memory.compiled_memory(
+                gradient_step(model), *self._inputs, target=self._target
+            )
+        except memory.CompilationError as error:
+            if _TOO_BIG in str(error):
+                return None
+            raise
+        if isinstance(self._budget, float):
+            return compiled.temporaries
+        # Gradients are among the outputs; the optimizer is not compiled.
+        return compiled.total + self._costs.optimizer_bytes
 
 
 def fit(
@@ -137,10 +154,14 @@ def fit(
     low, high = least.prediction.peak_bytes, plain
     trial = compiler.trial(least)
     if not trial.fits:
-        found = units.format_size(min(t.bytes for t in compiler.trials))
         raise plan_lib.PlanError(
             f"Compiled for {target}, no plan was found within "
-            f"{_described(budget)}: the plan of least memory takes {found}"
+            f"{_described(budget)}: the plan of least memory "
+            + (
+                "is too big for the device"
+                if trial.bytes is None
+                else f"takes {units.format_size(trial.bytes)}"
+            )
             + (
                 f" ({trial.bytes / compiler.plain:.3f} of the plain step)"
                 if compiler.plain
@@ -195,9 +216,11 @@ def checked(
     compiler.trial(None)
     trial = compiler.trial(plan)
     if not trial.fits:
+        size = "more than the device has"
+        if trial.bytes is not None:
+            size = units.format_size(trial.bytes)
         raise plan_lib.PlanError(
-            f"Compiled for {target}, the plan takes "
-            f"{units.format_size(trial.bytes)}, which is not within "
+            f"Compiled for {target}, the plan takes {size}: not within "
             f'{_described(budget)}. Use strategy="budget", which searches.'
         )
     return _with_trials(plan, compiler.trials)

@@ -3,6 +3,6 @@
 Only numpy and the standard library are needed here.
 """
 
-from tfckpt.simulator.simulator import Simulator
+from tfckpt.simulator.simulate import Simulator
 
 __all__ = ["Simulator"]

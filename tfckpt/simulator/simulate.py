@@ -95,6 +95,9 @@ class Simulator:
             ),
             extra_flops=walk.extra_flops,
             extra_time=walk.extra_time / step if step else 0.0,
+            forward_time=sum(c.forward_time for c in costs.calls) / step
+            if step
+            else 0.0,
             timeline=_relative(walk.timeline, step),
             plain_timeline=_relative(self.plain.timeline, step),
             notes=costs.notes,
