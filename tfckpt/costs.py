@@ -26,7 +26,9 @@ class CallCost:
         forward_time: Time of the forward pass, in any unit.
         backward_time: Time of the gradient, in the same unit.
         forward_workspace: Bytes that exist only while it runs.
-        backward_workspace: Bytes that exist only while its gradient runs.
+        backward_workspace: Bytes that exist only while its gradient runs,
+            above its `needs`, `saved` and all gradients that it reads and
+            makes; negative where some of these don't exist at once.
         product_bytes: Bytes of the products (matrix products, convolutions)
             that it makes inside and that a plan may keep; 0 if none.
         product_overlap: How many of these bytes are also counted in `saved`

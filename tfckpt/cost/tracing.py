@@ -194,6 +194,8 @@ class _Reading:
             root.name: root for root in map(self._root, self._gradients)
         }
         weights = {self._root(x).name for x in self._weights}
+        # These nobody else needs: they may go before the gradient is done.
+        own = {n: x for n, x in read.items() if n not in input_roots}
         return Traced(
             outputs=tuple(map(ops.tensor_bytes, self._outputs)),
             aliases=tuple(
@@ -216,9 +218,10 @@ class _Reading:
                 0, self._peak(run, {}, held, ()) - _bytes(held)
             ),
             backward_workspace=self._peak(
-                self._backward, upstream, gradients, weights
+                self._backward, {**upstream, **own}, gradients, weights
             )
             - _bytes(upstream)
+            - _bytes(own)
             - _bytes(gradients),
             product_bytes=_bytes(products),
             product_overlap=_bytes(
