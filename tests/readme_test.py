@@ -21,6 +21,7 @@ import shlex
 
 import pytest
 
+from tfckpt import __main__ as command_line
 from tools import imports
 
 ROOT = imports.ROOT
@@ -119,7 +120,7 @@ def _flags_of(program):
         seen.add(path)
         for each in imports.imports_of(path):
             local = imports.local_file(each.name, path)
-            if local and local.parent == program.parent:
+            if local and local.is_relative_to(program.parent):
                 queue.append(local)
         for node in ast.walk(ast.parse((ROOT / path).read_text("utf-8"))):
             name = isinstance(node, ast.Call) and getattr(
@@ -133,6 +134,16 @@ def _flags_of(program):
                     and isinstance(arg.value, str)
                 }
     return known
+
+
+def _check_command(name, *arguments):
+    """For the command line of the package, which has flags by command."""
+    assert name in command_line.COMMANDS, f"tfckpt has no command {name}."
+    known = command_line.COMMANDS[name].flags
+    for argument in arguments:
+        if argument.startswith("--"):
+            flag = argument[2:].partition("=")[0]
+            assert flag in known, f"{name} has no flag --{flag}"
 
 
 def _check_program(program, arguments):
@@ -174,7 +185,7 @@ def check_command(words):
             return
         name, *arguments = arguments[1:]
     if name == "tfckpt":
-        _check_program(pathlib.Path("tfckpt/__main__.py"), arguments)
+        _check_command(*arguments)
     elif name == "pip":
         _check_pip(arguments)
     elif name in ("pytest", "ruff"):
@@ -299,6 +310,8 @@ def test_reading_of_a_document():
         ("A=1 .venv/bin/pip install '.[none]'", r"no extra \[none\]"),
         ("cd a && tools/none.sh", "no tools/none.sh"),
         ("tools/test.sh --none", "knows no --none"),
+        ("python -m tfckpt paln ResNet50", "no command paln"),
+        ("tfckpt plan ResNet50 --color=1", "plan has no flag --color"),
         ("pytest tests/none_test.py::x", "no tests/none_test.py"),
         ("curl x", "Teach this test"),
     ],

@@ -19,7 +19,7 @@ from tfckpt.cli import (
 
 _WIDTH = 100
 _PROGRAM = "python -m tfckpt"
-_COMMANDS = {
+COMMANDS = {
     "plan": settings.Command(
         plans.run,
         plans.FLAGS,
@@ -102,14 +102,14 @@ def _main(arguments, output):
     if name in ("--help", "-h", "help"):
         output.results.print(_overview(), markup=False, highlight=False)
         return 0
-    if name not in _COMMANDS:
-        near = difflib.get_close_matches(name, _COMMANDS, n=1)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
         raise options.UsageError(
             f"There is no command {name!r}. Commands are "
-            f"{', '.join(_COMMANDS)}."
+            f"{', '.join(COMMANDS)}."
             + (f" Did you mean {near[0]}?" if near else "")
         )
-    command = _COMMANDS[name]
+    command = COMMANDS[name]
     values = options.define(*command.flags)
     positional = options.parse(values, rest)
     if values.help:
@@ -127,14 +127,14 @@ def _overview():
         "",
         "Plans gradient checkpointing: what to recompute, and what it costs.",
         "",
-        *(f"  {name:<12}{c.summary}" for name, c in _COMMANDS.items()),
+        *(f"  {name:<12}{c.summary}" for name, c in COMMANDS.items()),
         "",
         "MODEL is the name of a model in keras.applications (ResNet50), a",
         "function that returns one (package.module:function), or the path of",
         "a .keras file.",
         "",
         "Examples:",
-        *_examples(*_COMMANDS),
+        *_examples(*COMMANDS),
         "",
         f"{_PROGRAM} COMMAND --help shows the flags of a command.",
     ]
@@ -158,7 +158,7 @@ def _examples(*names):
     return [
         f"  {_PROGRAM} {name} {example}"
         for name in names
-        for example in _COMMANDS[name].examples
+        for example in COMMANDS[name].examples
     ]
 
 
