@@ -36,12 +36,19 @@ _EXPECTED = (
 def make_plan(network, sizes, plan, path):
     """Makes a plan, writes it to a file and returns what it promises."""
     model = zoo.make_model(network, sizes)
-    budget = zoo.BUDGET.fullmatch(plan)
+    budget, keep = zoo.BUDGET.fullmatch(plan), zoo.KEEP.fullmatch(plan)
+    strategy = "budget" if budget else plan
+    if keep:
+        names = keep[1].split("+")
+
+        def strategy(costs):
+            return tfckpt.planners.by_type(costs, keep=names)
+
     start = time.perf_counter()
     made = planning.make_plan(
         model,
         batch_size=sizes["batch_size"],
-        strategy="budget" if budget else plan,
+        strategy=strategy,
         memory_budget=float(budget[1]) if budget else None,
     )
     seconds = time.perf_counter() - start

@@ -19,10 +19,12 @@ import memory as chains
 
 layers = keras.layers
 
-# Names of plans: tfckpt's, and what others do. A budget may be any other too.
+# Names of plans: tfckpt's, and what others do. A budget may be any other too,
+# and "keep.Conv2D+Dense" keeps the products of these layers.
 OURS = ("sqrt", "min_memory", "budget.55", "budget.40")
 PEERS = ("chen", "recompute_grad")
 BUDGET = re.compile(r"budget(\.\d+)")
+KEEP = re.compile(r"keep\.(\w+(?:\+\w+)*)")
 
 Sizes = Mapping[str, int]
 
@@ -290,4 +292,6 @@ def describe(name: str, sizes: Sizes) -> str:
 
 def is_plan(name: str) -> bool:
     """Returns whether a plan has this name."""
-    return name in ("none", *OURS, *PEERS) or bool(BUDGET.fullmatch(name))
+    return name in ("none", *OURS, *PEERS) or any(
+        pattern.fullmatch(name) for pattern in (BUDGET, KEEP)
+    )

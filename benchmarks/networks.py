@@ -60,7 +60,7 @@ def define_flags(values=flags.FLAGS):
             "plan",
             None,
             ("none", *zoo.OURS, *zoo.PEERS),
-            "How; also budget.30 etc.",
+            "How; also budget.30, keep.Conv2D+Dense and the like.",
         ),
         (
             "measure",

@@ -325,14 +325,14 @@ def test_help_shows_commands_and_examples(arguments, run):
 def test_every_command_has_help(name, run):
     status, out, _ = run(name, "--help")
     assert status == 0
-    for flag in command_line._COMMANDS[name].flags:
+    for flag in command_line.COMMANDS[name].flags:
         assert f"--{flag}" in out
     for line in out.splitlines():
         assert len(line) <= 100
 
 
 def test_examples_name_flags_that_are_there():
-    for command in command_line._COMMANDS.values():
+    for command in command_line.COMMANDS.values():
         for example in command.examples:
             values = options.define(*command.flags)
             assert len(options.parse(values, example.split())) == 1

@@ -136,8 +136,10 @@ def _flags_of(program):
     return known
 
 
-def _check_command(name, *arguments):
+def _check_command(name=None, *arguments):
     """For the command line of the package, which has flags by command."""
+    if name is None:
+        return
     assert name in command_line.COMMANDS, f"tfckpt has no command {name}."
     known = command_line.COMMANDS[name].flags
     for argument in arguments:
