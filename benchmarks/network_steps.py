@@ -38,6 +38,8 @@ def make_plan(network, sizes, plan, path):
     model = zoo.make_model(network, sizes)
     budget, keep = zoo.BUDGET.fullmatch(plan), zoo.KEEP.fullmatch(plan)
     strategy = "budget" if budget else plan
+    if alike := zoo.ALIKE.fullmatch(plan):
+        strategy = int(alike[1])
     if keep:
         names = keep[1].split("+")
 

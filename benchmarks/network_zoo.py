@@ -20,10 +20,12 @@ import memory as chains
 layers = keras.layers
 
 # Names of plans: tfckpt's, and what others do. A budget may be any other too,
-# and "keep.Conv2D+Dense" keeps the products of these layers.
+# "alike.8" are 8 segments of equal bytes, and "keep.Conv2D+Dense" keeps the
+# products of these layers.
 OURS = ("sqrt", "min_memory", "budget.55", "budget.40")
 PEERS = ("chen", "recompute_grad")
 BUDGET = re.compile(r"budget(\.\d+)")
+ALIKE = re.compile(r"alike\.(\d+)")
 KEEP = re.compile(r"keep\.(\w+(?:\+\w+)*)")
 
 Sizes = Mapping[str, int]
@@ -293,5 +295,5 @@ def describe(name: str, sizes: Sizes) -> str:
 def is_plan(name: str) -> bool:
     """Returns whether a plan has this name."""
     return name in ("none", *OURS, *PEERS) or any(
-        pattern.fullmatch(name) for pattern in (BUDGET, KEEP)
+        pattern.fullmatch(name) for pattern in (ALIKE, BUDGET, KEEP)
     )

@@ -21,6 +21,7 @@ CALLS = {
     "device_name",
     "device_of_graph",
     "function_definition",
+    "get_logits",
     "get_mask",
     "has_tangent",
     "hlo_module",
@@ -36,6 +37,7 @@ CALLS = {
     "records",
     "remat_mode",
     "restored_ambient_state",
+    "set_logits",
     "set_mask",
     "stopped_recording",
     "stored_value",
@@ -266,6 +268,15 @@ def test_masks_and_remat():
     assert _compat.get_mask(x) is None
     _compat.set_mask(x, tf.constant([True]))
     assert _compat.get_mask(x) is not None
+
+
+def test_logits():
+    x = tf.constant([[1.0, 2.0]])
+    assert _compat.get_logits(x) is None
+    assert _compat.get_logits(keras.activations.softmax(x)) is x
+    y = tf.identity(x)
+    _compat.set_logits(y, x)
+    assert _compat.get_logits(y) is x
     assert not _compat.remat_mode(keras.layers.Dense(1))
 
 

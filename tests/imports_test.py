@@ -56,6 +56,7 @@ _ROOMS = {
         "cost",
         "costs",
         "graph",
+        "memory",
         "plan",
         "planners",
         "segmentation",

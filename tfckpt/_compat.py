@@ -321,6 +321,24 @@ def set_mask(tensor: Any, mask: Any) -> None:
     masking.set_keras_mask(tensor, mask)
 
 
+def get_logits(tensor: Any) -> Any:
+    """The logits that probabilities were made of, or None.
+
+    Keras' activations leave them on their result (a private attribute), and
+    its cross-entropies take them in place of the probabilities.
+    """
+    return getattr(tensor, "_keras_logits", None)
+
+
+def set_logits(tensor: Any, logits: Any) -> None:
+    """Makes probabilities carry their logits; see `get_logits`."""
+    tensor._keras_logits = logits
+
+
+# What Keras makes a tensor carry: how it is put there, how it is read.
+CARRIED = ((set_mask, get_mask), (set_logits, get_logits))
+
+
 def stored_value(variable: Any) -> Any:
     """The `tf.Variable` of a Keras variable, None while not initialized.
 

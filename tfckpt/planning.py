@@ -2,15 +2,19 @@
 
 import dataclasses
 import math
+import operator
+import os
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfckpt import _compat_graph as compat
 from tfckpt import (
     conversion,
     cost,
+    memory,
     planners,
     segmentation,
     simulator,
@@ -88,6 +92,7 @@ def make_plan(
     if strategy is None:
         strategy = "sqrt" if budget is None else "budget"
     _check_strategy(strategy, budget)
+    _check_target(target)
     functional, shapes = _read(model, batch_size, input_shape)
     costs = costs_of(
         model,
@@ -96,6 +101,11 @@ def make_plan(
         measure=measure,
         progress=progress,
     )
+    if not costs.calls:
+        raise plan_lib.PlanError(
+            f"The model '{model.name}' makes no calls, so there is nothing to "
+            "plan. Use plan=None."
+        )
     simulated = simulator.Simulator(costs)
     limit = _limit(budget, costs, simulated.plain.peak)
     if target is not None and strategy == "budget":
@@ -109,6 +119,7 @@ def make_plan(
         )
     else:
         plan = _choose(strategy, costs, limit, functional, shapes)
+        _check_fits(plan, strategy, simulated, limit)
         if target is not None:
             plan = target_fit.checked(
                 functional,
@@ -162,15 +173,16 @@ def costs_of(
 
 def _read(model, batch_size, input_shape):
     """The Functional that runs the model, and the shapes of its inputs."""
-    if (
-        isinstance(batch_size, bool)
-        or not isinstance(batch_size, int)
-        or batch_size < 1
-    ):
+    try:
+        size = operator.index(batch_size)
+    except TypeError:
+        size = 0
+    if isinstance(batch_size, bool) or size < 1:
         raise plan_lib.PlanError(
             "`batch_size` is a whole number of examples, 1 or more. "
             f"Received: {batch_size!r}."
         )
+    batch_size = size
     functional = compat.functional_of(model)
     if functional is None:
         functional = conversion.checked_functional(
@@ -188,18 +200,25 @@ def _read(model, batch_size, input_shape):
 
 def _with_batch(functional, input_shape):
     """A shape without the batch dimension gets one."""
-    known = functional.inputs[0].shape
-    single = len(functional.inputs) == 1 and isinstance(
-        input_shape, (list, tuple)
-    )
-    if single and len(input_shape) == len(known) - 1:
-        return (None, *input_shape)
-    return input_shape
+    known = iter(functional.inputs)
+
+    def one(shape):
+        expected = next(known, None)
+        if expected is not None and len(shape) == len(expected.shape) - 1:
+            return (None, *shape)
+        return tuple(shape)
+
+    try:
+        return keras.tree.map_shape_structure(one, input_shape)
+    except TypeError:  # No structure of shapes: refused where it is checked.
+        return input_shape
 
 
 def _checked_budget(memory_budget):
     if memory_budget is None:
         return None
+    if isinstance(memory_budget, np.generic):
+        memory_budget = memory_budget.item()
     try:
         return units.parse_size(memory_budget)
     except ValueError as error:
@@ -216,6 +235,16 @@ def _check_strategy(strategy, budget):
     if strategy == "budget" and budget is None:
         raise plan_lib.PlanError(
             'strategy="budget" needs `memory_budget`, such as "2GiB" or 0.4.'
+        )
+
+
+def _check_target(target):
+    if target is None or target in memory.targets():
+        return
+    if not os.path.isfile(target):
+        raise plan_lib.PlanError(
+            f"`target` is one of {', '.join(memory.targets())}, or the path of "
+            f"a GPU's description. Received: {target!r}."
         )
 
 
@@ -264,11 +293,21 @@ def _choose(strategy, costs, limit, functional, shapes):
         return planners.chen(costs)
     plan = segmentation.Segmentation(functional, strategy, shapes).plan
     if isinstance(plan, plan_lib.Unsettled):
-        raise plan_lib.PlanError(
-            f"strategy={strategy!r} needs sizes that the model leaves open: "
-            f"{plan.reason} Received: input_shape with None in it, or none."
-        )
+        # The traces know sizes that Keras doesn't.
+        number = None if strategy == "sqrt" else strategy
+        return planners.alike(costs, number)
     return plan
+
+
+def _check_fits(plan, strategy, simulated, limit):
+    peak = simulated.predict(plan).peak_bytes
+    if limit is not None and peak > limit:
+        raise plan_lib.PlanError(
+            f"The plan by strategy={strategy!r} takes "
+            f"{units.format_size(peak)} of activation memory, and the budget "
+            f'leaves {units.format_size(limit)}. Use strategy="budget", which '
+            "looks for a plan that fits."
+        )
 
 
 def _reported(plan, simulated):
@@ -276,6 +315,9 @@ def _reported(plan, simulated):
     trials = plan.prediction.trials if plan.prediction else ()
     plan = simulated.annotated(plan)
     frontier = tuple(planners.frontier(simulated.costs))
+    notes = plan.prediction.notes
+    if plan.prediction.peak_bytes > plan.prediction.plain_bytes:
+        notes += ("This plan takes more memory than no recomputation does.",)
     return dataclasses.replace(
         plan,
         prediction=dataclasses.replace(
@@ -284,5 +326,6 @@ def _reported(plan, simulated):
             least_bytes=min((size for size, _ in frontier), default=None),
             blocked=tuple(planners.blocked(simulated.costs, plan)),
             trials=trials,
+            notes=notes,
         ),
     )

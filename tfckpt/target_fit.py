@@ -6,6 +6,7 @@ compiled, and the cheapest one that fits is found by bisection.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,10 @@ from tfckpt import prediction as prediction_lib
 MOST_TRIALS = 6
 # How the compilers say that a step does not fit their device.
 _TOO_BIG = "RESOURCE_EXHAUSTED"
+# Numbers of equal segments that are tried where the plan of least simulated
+# memory does not fit. A compiler holds what lives across cuts, and fuses what
+# lies between them, so that few wide segments can be smaller than many.
+_FEW = (8, 6, 12)
 # Where the bisection is fine enough, as a part of the plain peak.
 _NEAR = 0.02
 
@@ -153,10 +158,17 @@ def fit(
     least = planners.min_memory(simulated.costs)
     low, high = least.prediction.peak_bytes, plain
     trial = compiler.trial(least)
+    best = least
+    for number in _FEW:
+        if trial.fits or number > len(simulated.costs.calls):
+            break
+        best = simulated.annotated(planners.alike(simulated.costs, number))
+        trial = compiler.trial(best)
     if not trial.fits:
+        trial = min(compiler.trials[1:], key=lambda t: t.bytes or math.inf)
         raise plan_lib.PlanError(
             f"Compiled for {target}, no plan was found within "
-            f"{_described(budget)}: the plan of least memory "
+            f"{_described(budget)}: the smallest step "
             + (
                 "is too big for the device"
                 if trial.bytes is None
@@ -169,7 +181,7 @@ def fit(
             )
             + ". Use a smaller batch size or a larger budget."
         )
-    best, tried = least, {low}
+    tried = {low}
     while len(compiler.trials) < MOST_TRIALS and high - low > _NEAR * plain:
         middle = planners.budget(simulated.costs, (low + high) // 2)
         peak = middle.prediction.peak_bytes

@@ -5,6 +5,7 @@ what users register.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,31 +101,37 @@ def _bytes(spec):
 
 def _recurrent(layer, inputs, active):
     """A cell, once for each time step; its states are saved."""
-    sequence, *states = inputs
+    # A mask is no state.
+    sequence = inputs[0]
     batch_size, steps, *rest = sequence.shape
     cell = layer.cell
-    if not states:
-        states = [
-            tf.TensorSpec(x.shape, x.dtype)
-            for x in keras.tree.flatten(
-                _shapes_of(lambda: cell.get_initial_state(batch_size))
-            )
-        ]
-    step = tf.TensorSpec([batch_size, *rest], sequence.dtype)
-    once = tracing.trace(
-        lambda x, *now: cell(x, list(now), training=True),
-        [step, *states],
-        [active[0], *(True for _ in states)],
-        [v.value for v in cell.trainable_variables],
-    )
+    states = _shapes_of(lambda: cell.get_initial_state(batch_size))
+    flat = [tf.TensorSpec(x.shape, x.dtype) for x in keras.tree.flatten(states)]
+
+    def once_called(x, *now):
+        return cell(
+            x, keras.tree.pack_sequence_as(states, list(now)), training=True
+        )
+
+    _forget_masks(cell)
+    try:
+        once = tracing.trace(
+            once_called,
+            [tf.TensorSpec([batch_size, *rest], sequence.dtype), *flat],
+            [active[0], *(True for _ in flat)],
+            [v.value for v in cell.trainable_variables],
+        )
+    finally:
+        _forget_masks(cell)
     output = once.outputs[0]
     kept = once.saved + sum(once.outputs)
+    outputs = (
+        output * (steps if layer.return_sequences else 1),
+        *(once.outputs[1:] if layer.return_state else ()),
+    )
     return tracing.Traced(
-        outputs=(
-            output * (steps if layer.return_sequences else 1),
-            *(once.outputs[1:] if layer.return_state else ()),
-        ),
-        aliases=(None,) * (1 + layer.return_state * (len(once.outputs) - 1)),
+        outputs=outputs,
+        aliases=(None,) * len(outputs),
         needs_inputs=(0,),
         saved=kept * steps,
         forward_flops=once.forward_flops * steps,
@@ -136,6 +143,13 @@ def _recurrent(layer, inputs, active):
         backward_workspace=_bytes(sequence),
         loops=True,
     )
+
+
+def _forget_masks(cell):
+    """Cells keep a dropout mask, here of a graph that is thrown away."""
+    for each in (cell, *getattr(cell, "cells", ())):
+        for name in ("reset_dropout_mask", "reset_recurrent_dropout_mask"):
+            getattr(each, name, lambda: None)()
 
 
 def _bidirectional(layer, inputs, active):
@@ -159,6 +173,31 @@ def _bidirectional(layer, inputs, active):
         needs_inputs=(0,),
         loops=True,
         **both,
+    )
+
+
+def corrected(layer: Any, traced: tracing.Traced, specs: Any) -> tracing.Traced:
+    """Adds the operations of a convolution in groups.
+
+    Keras compiles it for itself, and a trace does not look into that.
+
+    Args:
+        layer: A layer.
+        traced: What its trace found.
+        specs: Its output's shape and dtype.
+    """
+    groups = getattr(layer, "groups", 1)
+    kernel = getattr(layer, "kernel", None)
+    if not isinstance(groups, int) or groups < 2 or kernel is None:
+        return traced
+    elements = specs[0].shape.num_elements() or 0
+    flops = 2.0 * elements * math.prod(kernel.shape[:-1])
+    return dataclasses.replace(
+        traced,
+        forward_flops=traced.forward_flops + flops,
+        backward_flops=traced.backward_flops + 2 * flops,
+        forward_time=traced.forward_time + flops,
+        backward_time=traced.backward_time + 2 * flops,
     )
 
 

@@ -46,8 +46,10 @@ class Walk:
     def __init__(self, graph, batch_size, shapes):
         self._graph = graph
         self._batch_size = batch_size
-        self._unknown = False
         specs = sizes.infer(graph, shapes)
+        self._unknown = any(
+            None in specs[key].shape[1:] for key in graph.inputs
+        )
         self._specs = [self._spec(spec) for spec in specs]
         self._sizes = [
             sizes.tensor_bytes(spec, batch_size, _UNKNOWN_SIZE) or 0
@@ -113,8 +115,6 @@ class Walk:
             else (_UNKNOWN_SIZE if axis else self._batch_size)
             for axis, size in enumerate(spec.shape)
         ]
-        if None in spec.shape[1:]:
-            self._unknown = True
         return tf.TensorSpec(shape, keras.backend.standardize_dtype(spec.dtype))
 
     def _call(self, call):
@@ -137,6 +137,8 @@ class Walk:
         for position, (key, alias) in enumerate(
             zip(call.outputs, found.aliases, strict=False)
         ):
+            if found.specs and found.specs[position].shape.is_fully_defined():
+                self._specs[key] = found.specs[position]
             if alias is not None:
                 self._root[key] = self._root[keys[alias]]
             self._sizes[key] = found.outputs[position]
@@ -182,7 +184,8 @@ class Walk:
         try:
             if rule is not None:
                 return rule(call.operation, inputs, active)
-            return tracing.trace(function, inputs, active, variables)
+            traced = tracing.trace(function, inputs, active, variables)
+            return calls.corrected(call.operation, traced, traced.specs)
         except Exception as error:  # Whatever a user's layer raises.
             self._guessed.append((call.path, error))
             outputs = [self._specs[key] for key in call.outputs]

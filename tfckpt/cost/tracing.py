@@ -30,6 +30,7 @@ class Traced:
         product_inputs: Positions of the inputs that running it again needs
             when its products are kept.
         loops: Whether it holds loops, into which this doesn't look.
+        specs: Shape and dtype of each output; none where not known.
     """
 
     outputs: tuple[int, ...]
@@ -49,6 +50,7 @@ class Traced:
     product_time: float = 0.0
     product_inputs: tuple[int, ...] = ()
     loops: bool = False
+    specs: tuple[tf.TensorSpec, ...] = ()
 
 
 def trace(
@@ -239,6 +241,7 @@ class _Reading:
                 )
             ),
             loops=any("While" in op.type for op in self._forward),
+            specs=tuple(tf.TensorSpec(x.shape, x.dtype) for x in self._outputs),
         )
 
     def _root(self, tensor):

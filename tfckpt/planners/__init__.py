@@ -8,11 +8,13 @@ needed here.
 from tfckpt.planners.baseline import chen
 from tfckpt.planners.blocking import blocked
 from tfckpt.planners.budgets import budget, frontier, min_memory
+from tfckpt.planners.by_bytes import alike
 from tfckpt.planners.equal import at_boundaries, every_k, sqrt, uniform
 from tfckpt.planners.nested import recursive
 from tfckpt.planners.selective import by_type
 
 __all__ = [
+    "alike",
     "at_boundaries",
     "blocked",
     "budget",

@@ -19,7 +19,7 @@ import numpy as np
 from tfckpt import costs as costs_lib
 from tfckpt import plan as plan_lib
 from tfckpt import simulator as simulator_lib
-from tfckpt.planners import cuts, finish
+from tfckpt.planners import by_bytes, cuts, finish
 from tfckpt.planners import search as search_lib
 from tfckpt.planners import tables as tables_lib
 
@@ -29,6 +29,9 @@ _MOST_CUTS = 224
 _CHOICES = 7
 # Budgets between the least and the plain step that are always tried.
 POINTS = 10
+# Numbers of equal segments that are offered too: tables look at one segment at
+# a time, and the walk sometimes finds these better than they do.
+_ALIKE = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 # Memory that is worth a shorter time where least memory is asked for.
 SLACK = 0.01
 
@@ -121,6 +124,7 @@ class Finder:
         alone: bool = True,
         points: int = POINTS,
     ):
+        self._choices = choices
         self.simulator = simulator_lib.Simulator(costs)
         index = self.simulator.index
         self._tables = tables_lib.Tables(
@@ -144,7 +148,34 @@ class Finder:
             self._walked(self._search.path(min(max(int(size), low), high)))
             for size in sizes
         ]
+        found += map(self._judged, self._alike())
         return sorted(found, key=lambda each: each[:2])
+
+    def _alike(self):
+        """Plans of equal segments, with least products kept and most."""
+        costs = self.simulator.costs
+        if not all(call.recomputable for call in costs.calls):
+            return
+        position = {path: i for i, path in enumerate(costs.paths)}
+        for number in _ALIKE:
+            if number > len(costs.calls):
+                return
+            plan = by_bytes.alike(costs, number)
+            for kept in dict.fromkeys((self._choices[0], self._choices[-1])):
+                yield finish.tidy(
+                    self.simulator,
+                    [
+                        dataclasses.replace(
+                            segment,
+                            kept=tuple(
+                                path
+                                for path in segment.calls
+                                if segment.recomputed and position[path] in kept
+                            ),
+                        )
+                        for segment in plan.segments
+                    ],
+                )
 
     @property
     def least(self) -> int:
@@ -160,7 +191,9 @@ class Finder:
         return min(found, key=lambda each: (each[1], each[0]))[2]
 
     def _walked(self, path):
-        plan = self._bare(path)
+        return self._judged(self._bare(path))
+
+    def _judged(self, plan):
         walk = self.simulator.walk(plan)
         return walk.peak, walk.extra_time, plan
 

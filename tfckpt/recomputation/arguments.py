@@ -1,8 +1,9 @@
 """A call's arguments and results as flat lists of tensors, and back.
 
-Tensors, also those inside sparse and ragged tensors, and the Keras masks that
-they carry are taken out; everything else (None, bool, str, numbers, arrays,
-callables, variables) stays the Python value that it is.
+Tensors, also those inside sparse and ragged tensors, and what Keras makes them
+carry (masks, the logits of probabilities) are taken out; everything else
+(None, bool, str, numbers, arrays, callables, variables) stays the Python value
+that it is.
 """
 
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ class Structure:
     arguments nor a caller that changes them later is felt.
 
     Attributes:
-        tensors: the tensors in order, then the Keras masks that they carry.
+        tensors: the tensors in order, then those that they carry.
     """
 
     def __init__(self, value: Any):
@@ -64,19 +65,22 @@ class Structure:
                     leaf = leaf.copy()  # the caller may fill it again
                 self._leaves.append((0, leaf))
         self._containers = tf.nest.map_structure(lambda leaf: 0, value)
-        masks = [_compat.get_mask(tensor) for tensor in tensors]
         self._size = len(tensors)
-        self._masked = [
-            i for i, mask in enumerate(masks) if isinstance(mask, tf.Tensor)
-        ]
-        self.tensors = tensors + [masks[i] for i in self._masked]
+        self._carried = []  # (position of a tensor, how it carries another)
+        self.tensors = list(tensors)
+        for put, get in _compat.CARRIED:
+            for i, tensor in enumerate(tensors):
+                carried = get(tensor)
+                if isinstance(carried, tf.Tensor):
+                    self._carried.append((i, put))
+                    self.tensors.append(carried)
 
     def pack(self, tensors: list[tf.Tensor]) -> Any:
-        """The structure with other tensors (and masks) in the same places."""
-        for index, mask in zip(
-            self._masked, tensors[self._size :], strict=True
+        """The structure with other tensors in the same places."""
+        for (index, put), carried in zip(
+            self._carried, tensors[self._size :], strict=True
         ):
-            _compat.set_mask(tensors[index], mask)
+            put(tensors[index], carried)
         remaining = iter(tensors[: self._size])
         flat = []
         for count, leaf in self._leaves:

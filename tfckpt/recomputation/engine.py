@@ -287,7 +287,13 @@ class _Recomputation:
             inputs = [handed(i) for i in range(n_inputs)]
             keeper = keeping.Keeper(self._label, self._keeper, kept)
             observer = observe.Observer(self._label, inputs, keeper)
-            scope = state.ReplayScope(self._label, self._reads, read, observer)
+            scope = state.ReplayScope(
+                self._label,
+                self._reads,
+                leaves[n_inputs : reads.stop],
+                read,
+                observer,
+            )
             for variable in self._variables:
                 variable.check()
             with scope, observer.observing():

@@ -104,9 +104,10 @@ def _keep(tensor):
         kept = tf.identity(tensor)
     finally:
         _local.keeping = outer
-    mask = _compat.get_mask(tensor)
-    if mask is not None:
-        _compat.set_mask(kept, mask)
+    for put, get in _compat.CARRIED:
+        carried = get(tensor)
+        if carried is not None:
+            put(kept, carried)
     return kept
 
 

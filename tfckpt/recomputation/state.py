@@ -14,7 +14,7 @@ the plain model adds them.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -62,7 +62,7 @@ class ForwardScope(keras.StatelessScope):
             return None if outer is None else outer.get_current_value(variable)
         if key not in self._current:
             with _building(self._graph), self._observer.unnoticed():
-                value, raw = read(variable, self.original_scope)
+                value, raw = read(variable, self.original_scope, peek=True)
             self._current[key] = value
             self._observer.ignore(value)
             self.raw |= raw
@@ -116,6 +116,7 @@ class ReplayScope(keras.StatelessScope):
     Args:
         label: names the function in errors.
         reads: the variables that the forward pass read, in order.
+        values: what the forward pass read, in the same order.
         hand_out: called with the position of a read and the value assigned
             in the replay before it (None if none was); returns what is read.
         observer: takes note of the replay's ops.
@@ -128,12 +129,14 @@ class ReplayScope(keras.StatelessScope):
         self,
         label: str,
         reads: list[keras.Variable],
+        values: Sequence[tf.Tensor],
         hand_out: Callable[[int, tf.Tensor | None], tf.Tensor],
         observer: observe.Observer,
     ):
         super().__init__(collect_losses=True)
         self._label = label
         self._graph = _current_graph()
+        self._values = values
         self._hand_out = hand_out
         self._observer = observer
         self._assigned = {}
@@ -181,7 +184,25 @@ class ReplayScope(keras.StatelessScope):
                 "and it must do the same both times (see "
                 "tfckpt.is_recomputing)."
             )
+        elif key in self._assigned:
+            return self._assigned[key]
         return self._last[key]
+
+    def peek(self, variable: keras.Variable) -> Any:
+        """The value that the next read will have, None for any.
+
+        For the forward pass of a recomputed function inside of this one. It
+        reads in its own way; the reads that count are made again after it.
+        """
+        key = id(variable)
+        if key in self._assigned:
+            return self._assigned[key]
+        waiting = self._waiting.get(key)
+        if waiting and _traced_anew(self._graph):
+            value = self._values[waiting[0]]
+            self._observer.ignore(value)
+            return value
+        return self.get_current_value(variable)
 
     def add_loss(self, loss: tf.Tensor) -> None:
         """Called by `Layer.add_loss`, and for activity regularizers."""
@@ -196,19 +217,26 @@ class ReplayScope(keras.StatelessScope):
 
 
 def read(
-    variable: keras.Variable, outer: keras.StatelessScope | None
+    variable: keras.Variable,
+    outer: keras.StatelessScope | None,
+    peek: bool = False,
 ) -> tuple[tf.Tensor, set[Any]]:
     """The value of a Keras variable outside of the scope that is entered.
 
     Args:
         variable: the variable, initialized here if it was just created.
         outer: the `StatelessScope` around the recomputed function, if any.
+        peek: whether a replay around it shall not count this as a read.
 
     Returns:
         The value, in the dtype of the variable, and references to the
         `tf.Variable`s that were read for it.
     """
-    value = None if outer is None else outer.get_current_value(variable)
+    value = None
+    if peek and isinstance(outer, ReplayScope):
+        value = outer.peek(variable)
+    elif outer is not None:
+        value = outer.get_current_value(variable)
     if value is not None:
         # A tensor of its own: the function may hold the same one.
         return tf.identity(value), set()

@@ -109,8 +109,9 @@ class Simulator:
         The boundary of a segment are the tensors made in it that a later call
         reads or that the model returns.
         """
+        predicted = self.predict(plan)
         return plan_lib.Plan(
-            tuple(map(self._annotated, plan.segments)), self.predict(plan)
+            tuple(map(self._annotated, plan.segments)), predicted
         )
 
     def parts(self, plan: plan_lib.Plan) -> tuple[index_lib.Part, ...]:
