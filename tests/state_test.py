@@ -1,5 +1,7 @@
 """Keras state inside recomputed code: read as it was, assigned once."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -400,3 +402,79 @@ def test_stateless_call(mode):
         np.testing.assert_allclose(
             plain, ours, rtol=1e-5 if mode == "xla" else 0
         )
+
+
+class CallCounter(keras.layers.Layer):
+    """Adds the number of calls that were made before."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(name="calls", trainable=False)
+
+    def call(self, x):
+        y = x * (1.0 + self.calls)
+        self.calls.assign_add(1.0)
+        return y
+
+
+_STATEFUL = {
+    "dropout": lambda: keras.layers.Dropout(0.5, seed=3),
+    "counter": CallCounter,
+    "norm": keras.layers.BatchNormalization,
+    "dense": lambda: keras.layers.Dense(4, activation="tanh"),
+}
+
+
+def _gradients(call, variables, x):
+    trained = [v.value for v in variables if v.trainable]
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.reduce_sum(call(x) ** 2)
+    return tape.gradient(loss, [x, *trained])
+
+
+@pytest.mark.parametrize("mode", equality.MODES)
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("name", _STATEFUL)
+def test_a_layer_called_often_in_recomputation_inside_recomputation(
+    name, count, mode
+):
+    def make(recompute):
+        keras.utils.set_random_seed(7)
+        layer = _STATEFUL[name]()
+        dense = [keras.layers.Dense(4, activation="tanh") for _ in range(count)]
+        inner = tfckpt.recompute if recompute else (lambda call: call)
+
+        def both(dense, x):
+            return layer(dense(x), training=True)
+
+        def block(x):
+            for each in dense:
+                x = inner(functools.partial(both, each))(x)
+            return x
+
+        block(tf.ones((8, 4)))  # builds
+        for variable in layer.variables:
+            # As before it was built by calls.
+            if not variable.trainable and "seed" not in variable.path:
+                is_scale = "variance" in variable.path
+                variable.assign(tf.fill(variable.shape, float(is_scale)))
+        outer = tfckpt.recompute(block) if recompute else block
+        variables = [*layer.variables, *(v for d in dense for v in d.variables)]
+        return outer, variables
+
+    x = tf.constant(np.random.RandomState(0).normal(size=(8, 4)), "float32")
+    found = []
+    for recompute in (False, True):
+        call, variables = make(recompute)
+        step = functools.partial(_gradients, call, variables)
+        gradients = equality.compiled(step, mode)(x)
+        found.append(
+            ([g.numpy() for g in gradients], [v.numpy() for v in variables])
+        )
+    (plain, before), (ours, after) = found
+    largest = max(np.abs(g).max() for g in plain)
+    bound = 0 if mode == "eager" else 32 * 2**-23 * largest
+    for a, b in zip(plain, ours, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=bound)
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 if bound else 0)
