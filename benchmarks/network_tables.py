@@ -138,13 +138,16 @@ def _expected(cells, plan):
         expected = next(filter(None, others), None)
         if not expected:
             return {}
-        return {"predicted": expected["plain_bytes"], "predicted_ratio": 1.0}
+        return {
+            "predicted": expected["plain_measured_bytes"],
+            "predicted_ratio": 1.0,
+        }
     expected = cells.value("prediction")
     if not expected:
         return {}
     extra = _ratio(expected["extra_flops"], expected["step_flops"])
     return {
-        "predicted": expected["peak_bytes"],
+        "predicted": expected["measured_bytes"],
         "predicted_ratio": _ratio(
             expected["peak_bytes"], expected["plain_bytes"]
         ),

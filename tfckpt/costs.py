@@ -37,6 +37,8 @@ class CallCost:
         product_time: Time that is not spent again when they are kept.
         product_needs: Keys among `reads` that running it again still needs
             when the products are kept (the other summand of a sum).
+        weight_bytes: Bytes of the gradients of its weights, which are there
+            from its gradient on; each weight counts where its first call is.
         recomputable: Whether it may be run again at no risk of doing so for
             nothing: False for what only reads ids, such as an embedding.
     """
@@ -59,6 +61,7 @@ class CallCost:
     product_time: float = 0.0
     product_needs: tuple[int, ...] = ()
     recomputable: bool = True
+    weight_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

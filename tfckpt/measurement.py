@@ -85,7 +85,13 @@ class Measurement:
         self._add_row(made, f"activations of the {self.place}", measured)
         known = self.prediction
         if known is not None:
-            predicted = known.peak_bytes, known.plain_bytes, known.ratio
+            predicted = (
+                known.measured_bytes,
+                known.plain_measured_bytes,
+                known.measured_bytes / known.plain_measured_bytes
+                if known.plain_measured_bytes
+                else 1.0,
+            )
             self._add_row(made, "  as predicted", predicted)
             pairs = zip(predicted, measured, strict=True)
             made.add_row(

@@ -38,6 +38,10 @@ class Prediction:
         batch_size: Examples in a step.
         peak_bytes: Activation memory with the plan.
         plain_bytes: Activation memory with no recomputation.
+        step_bytes: Most bytes of activations and gradients of weights
+            together; these are made one after the other, so it may be less
+            than the sum. 0 if not known.
+        plain_step_bytes: The same with no recomputation.
         least_bytes: Least activation memory of any plan; None if not known.
         weight_bytes: Bytes of the model's variables.
         gradient_bytes: Bytes of the gradients of trainable variables.
@@ -70,6 +74,8 @@ class Prediction:
     extra_flops: float = 0.0
     extra_time: float = 0.0
     forward_time: float = 0.0
+    step_bytes: int = 0
+    plain_step_bytes: int = 0
     frontier: tuple[tuple[int, float], ...] = ()
     timeline: tuple[tuple[float, int], ...] = ()
     plain_timeline: tuple[tuple[float, int], ...] = ()
@@ -81,6 +87,24 @@ class Prediction:
     def ratio(self) -> float:
         """Activation memory with the plan, relative to none."""
         return self.peak_bytes / self.plain_bytes if self.plain_bytes else 1.0
+
+    @property
+    def measured_bytes(self) -> int:
+        """The peak above the gradients of all weights.
+
+        That is what a measurement finds which takes the peak of a step of one
+        example off.
+        """
+        if not self.step_bytes:
+            return self.peak_bytes
+        return self.step_bytes - self.gradient_bytes
+
+    @property
+    def plain_measured_bytes(self) -> int:
+        """The same with no recomputation."""
+        if not self.plain_step_bytes:
+            return self.plain_bytes
+        return self.plain_step_bytes - self.gradient_bytes
 
     @property
     def fixed_bytes(self) -> int:

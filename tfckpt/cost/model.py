@@ -12,7 +12,7 @@ from tfckpt import _compat_graph as compat
 from tfckpt import costs as costs_lib
 from tfckpt import graph as graph_lib
 from tfckpt import sizes
-from tfckpt.cost import calls, tracing
+from tfckpt.cost import calls, state, tracing
 
 # What an unknown size counts as.
 _UNKNOWN_SIZE = 128
@@ -58,6 +58,7 @@ class Walk:
         self._root = list(range(len(specs)))
         self._active = [False] * len(specs)
         self._traced: dict[Any, tracing.Traced] = {}
+        self._weights: dict[int, Any] = {}
         self._guessed: list[str] = []
 
     def costs(self) -> costs_lib.Costs:
@@ -168,7 +169,14 @@ class Walk:
                 dict.fromkeys(self._root[keys[i]] for i in found.product_inputs)
             ),
             recomputable=_is_recomputable(call, self._specs),
+            weight_bytes=self._new_weights(call.operation),
         )
+
+    def _new_weights(self, operation):
+        new = {id(v): v for v in _variables(operation)}
+        new = {k: v for k, v in new.items() if k not in self._weights}
+        self._weights.update(new)
+        return state.variable_bytes(new.values())
 
     def _cost(self, call):
         kind = self.kind(call)

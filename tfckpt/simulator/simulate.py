@@ -86,6 +86,8 @@ class Simulator:
             batch_size=costs.batch_size,
             peak_bytes=walk.peak,
             plain_bytes=self.plain.peak,
+            step_bytes=walk.step_peak,
+            plain_step_bytes=self.plain.step_peak,
             weight_bytes=costs.weight_bytes,
             gradient_bytes=costs.gradient_bytes,
             optimizer_bytes=costs.optimizer_bytes,

@@ -68,6 +68,8 @@ class Walk:
 
     Attributes:
         peak: Most bytes that existed at a time.
+        step_peak: Most bytes together with the gradients of weights, which
+            come one after the other.
         peak_call: The call that ran then; -1 in a model without calls.
         peak_phase: "forward", "recomputation" or "backward".
         extra_time: Time of the calls that ran again, in the unit of the calls.
@@ -79,6 +81,7 @@ class Walk:
 
     def __init__(self, index: index_lib.Index, parts: Sequence[index_lib.Part]):
         self.peak = 0
+        self.step_peak = 0
         self.peak_call = -1
         self.peak_phase = "forward"
         self.extra_time = 0.0
@@ -88,6 +91,7 @@ class Walk:
         self._index = index
         self._bytes = 0
         self._time = 0.0
+        self._weights = 0
         self._products = {}
         self._gradients = collections.Counter()
         self._level(tuple(parts), set(range(index.length)), top=True)
@@ -98,6 +102,7 @@ class Walk:
         now = self._bytes + workspace
         if now > self.peak or self.peak_call < 0:
             self.peak, self.peak_call, self.peak_phase = now, call, phase
+        self.step_peak = max(self.step_peak, now + self._weights)
         self.timeline.append((self._time, now))
         self._time += time
 
@@ -163,6 +168,7 @@ class Walk:
         cost = index.costs.calls[call]
         for key in index.reads[call]:
             self._add_gradient(key)
+        self._weights += cost.weight_bytes
         self._event(
             "backward", call, cost.backward_workspace, cost.backward_time
         )
