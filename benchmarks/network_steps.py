@@ -26,8 +26,8 @@ from tfckpt import memory, planning
 _EXPECTED = (
     "peak_bytes",
     "plain_bytes",
-    "measured_bytes",
-    "plain_measured_bytes",
+    "peak_above_gradients",
+    "plain_above_gradients",
     "least_bytes",
     "extra_time",
     "extra_flops",

@@ -139,7 +139,7 @@ def _expected(cells, plan):
         if not expected:
             return {}
         return {
-            "predicted": expected["plain_measured_bytes"],
+            "predicted": expected["plain_above_gradients"],
             "predicted_ratio": 1.0,
         }
     expected = cells.value("prediction")
@@ -147,7 +147,7 @@ def _expected(cells, plan):
         return {}
     extra = _ratio(expected["extra_flops"], expected["step_flops"])
     return {
-        "predicted": expected["measured_bytes"],
+        "predicted": expected["peak_above_gradients"],
         "predicted_ratio": _ratio(
             expected["peak_bytes"], expected["plain_bytes"]
         ),

@@ -349,6 +349,23 @@ def test_measured_times_are_seconds_of_this_machine():
         )
 
 
+def test_a_call_that_can_not_be_run_is_counted_at_the_pace_of_the_others():
+    inputs = keras.Input((8,), dtype="int32")
+    x = layers.Lambda(
+        lambda ids: tf.reshape(tf.repeat(ids, ids[0] + 1), (-1, 8)),
+        output_shape=(8,),
+        name="odd",
+    )(inputs)
+    x = (
+        layers.Embedding(3, 16, name="embedding")(inputs)
+        + 0.0 * (keras.ops.cast(x, "float32")[:, :, None])
+    )
+    model = keras.Model(inputs, layers.Dense(4, name="dense")(x))
+    costs = planning.costs_of(model, batch_size=16, measure=True)
+    assert all(call.forward_time >= 0 for call in costs.calls)
+    assert costs.calls[-1].forward_time > 0
+
+
 def test_saved_bytes_are_what_the_gradient_of_the_whole_model_reads():
     inputs = keras.Input((16, 16, 3))
     x = layers.Conv2D(8, 3, padding="same", name="conv")(inputs)

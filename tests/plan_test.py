@@ -65,3 +65,23 @@ def test_summary():
         "    c",
         "  boundary: c = 6 B",
     ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"format": 2, "segments": [3]},
+        {"format": 2, "segments": [{"recomputed": True}]},
+        {"format": 2, "segments": [{"calls": ["a"]}], "prediction": {"x": 1}},
+    ],
+)
+def test_a_config_that_is_wrong_is_a_plan_error(config):
+    with pytest.raises(plan.PlanError, match="entry that is wrong"):
+        plan.Plan.from_config(config)
+
+
+def test_a_file_that_is_no_text_is_a_plan_error(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\x80\x81\x82")
+    with pytest.raises(plan.PlanError, match="holds no plan"):
+        plan.Plan.load(path)

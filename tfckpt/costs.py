@@ -37,8 +37,9 @@ class CallCost:
         product_time: Time that is not spent again when they are kept.
         product_needs: Keys among `reads` that running it again still needs
             when the products are kept (the other summand of a sum).
-        weight_bytes: Bytes of the gradients of its weights, which are there
-            from its gradient on; each weight counts where its first call is.
+        weight_gradient_bytes: Bytes of the gradients of its weights, which
+            are there from its gradient on; a shared weight counts in the first
+            call.
         recomputable: Whether it may be run again at no risk of doing so for
             nothing: False for what only reads ids, such as an embedding.
     """
@@ -61,7 +62,7 @@ class CallCost:
     product_time: float = 0.0
     product_needs: tuple[int, ...] = ()
     recomputable: bool = True
-    weight_bytes: int = 0
+    weight_gradient_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,10 +86,10 @@ class Measurement:
         known = self.prediction
         if known is not None:
             predicted = (
-                known.measured_bytes,
-                known.plain_measured_bytes,
-                known.measured_bytes / known.plain_measured_bytes
-                if known.plain_measured_bytes
+                known.peak_above_gradients,
+                known.plain_above_gradients,
+                known.peak_above_gradients / known.plain_above_gradients
+                if known.plain_above_gradients
                 else 1.0,
             )
             self._add_row(made, "  as predicted", predicted)

@@ -8,6 +8,7 @@ its activations would be needed at once.
 `tfckpt.planners` makes plans. Nothing here needs TensorFlow or Keras.
 """
 
+import collections
 import dataclasses
 import importlib
 import json
@@ -145,7 +146,8 @@ class Plan:
             )
         object.__setattr__(self, "segments", segments)
         calls = self.calls
-        twice = sorted({path for path in calls if calls.count(path) > 1})
+        counts = collections.Counter(calls)
+        twice = sorted(path for path, count in counts.items() if count > 1)
         if twice:
             raise PlanError(
                 "Each call stands in one segment. These stand in several: "
@@ -219,10 +221,17 @@ class Plan:
                 f'"segments". Received: {config!r}.'
             )
         prediction = config.get("prediction")
-        return cls(
-            tuple(map(_segment_from_config, config.get("segments", ()))),
-            prediction and prediction_lib.Prediction.from_config(prediction),
-        )
+        try:
+            return cls(
+                tuple(map(_segment_from_config, config.get("segments", ()))),
+                prediction
+                and prediction_lib.Prediction.from_config(prediction),
+            )
+        except (AttributeError, TypeError) as error:
+            raise PlanError(
+                f"A plan's config has an entry that is wrong: {error}. Make it "
+                "with `Plan.get_config`."
+            ) from error
 
     def to_json(self) -> str:
         """Returns the plan as JSON."""
@@ -248,7 +257,11 @@ class Plan:
         Raises:
             PlanError: The file holds no plan.
         """
-        return cls.from_json(pathlib.Path(path).read_text(encoding="utf-8"))
+        try:
+            text = pathlib.Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise PlanError(f"'{path}' holds no plan: {error}.") from error
+        return cls.from_json(text)
 
 
 def _segment_from_config(config):

@@ -119,7 +119,8 @@ def make_plan(
         )
     else:
         plan = _choose(strategy, costs, limit, functional, shapes)
-        _check_fits(plan, strategy, simulated, limit)
+        if target is None:  # else its compiler decides
+            _check_fits(plan, strategy, simulated, limit)
         if target is not None:
             plan = target_fit.checked(
                 functional,
@@ -323,7 +324,9 @@ def _reported(plan, simulated):
         prediction=dataclasses.replace(
             plan.prediction,
             frontier=frontier,
-            least_bytes=min((size for size, _ in frontier), default=None),
+            least_bytes=min(
+                plan.prediction.peak_bytes, *(size for size, _ in frontier)
+            ),
             blocked=tuple(planners.blocked(simulated.costs, plan)),
             trials=trials,
             notes=notes,

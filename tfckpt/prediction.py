@@ -89,7 +89,7 @@ class Prediction:
         return self.peak_bytes / self.plain_bytes if self.plain_bytes else 1.0
 
     @property
-    def measured_bytes(self) -> int:
+    def peak_above_gradients(self) -> int:
         """The peak above the gradients of all weights.
 
         That is what a measurement finds which takes the peak of a step of one
@@ -100,7 +100,7 @@ class Prediction:
         return self.step_bytes - self.gradient_bytes
 
     @property
-    def plain_measured_bytes(self) -> int:
+    def plain_above_gradients(self) -> int:
         """The same with no recomputation."""
         if not self.plain_step_bytes:
             return self.plain_bytes

@@ -41,7 +41,7 @@ def run(
     segmented = segmented_model.SegmentedModel.from_model(
         model, plan=plan, input_shape=shape
     )
-    output.log("Measuring: five processes, one after the other ...")
+    output.log("Measuring, in fresh processes one after the other ...")
     measured = measurement.measure(segmented, x, repeats=values.repeats)
     output.results.print(measured.table())
     for note in measured.notes:

@@ -78,13 +78,14 @@ def _overview(found, batch_size):
             made.add_row(*cells, "", "", "", "", "no")
             continue
         plain, ours = _taken(plan)
+        fits = not usable or ours is None or ours <= usable
         made.add_row(
             *cells,
             units.format_size(plain),
             units.format_size(ours),
             f"{len(plan.segments):,}",
             f"{plan.prediction.extra_time:+.1%}",
-            "yes",
+            "yes" if fits else "no",
         )
     return made
 
@@ -93,8 +94,9 @@ def _taken(plan):
     """Returns what a step takes without the plan and with it, compiled."""
     known = plan.prediction
     plain = [t.bytes for t in known.trials if t.budget_bytes is None]
-    fitting = [t for t in known.trials if t.fits]
-    if not fitting:
+    ours = [t.bytes for t in known.trials if t.budget_bytes == known.peak_bytes]
+    # Where all fits without recomputation, nothing else was compiled.
+    ours = ours or plain
+    if not ours:
         return None, known.total_bytes
-    best = min(fitting, key=lambda trial: trial.extra_time)
-    return plain[0] if plain else None, best.bytes
+    return plain[0] if plain else None, ours[0]

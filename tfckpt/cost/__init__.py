@@ -1,7 +1,7 @@
 """What each call of a model costs: bytes, operations, time.
 
 `of_graph` finds it from the graph and a batch size, without running
-anything; `register` tells what can't be found out; `profile` measures.
+anything; `register` tells what can't be found out; `measured` measures times.
 """
 
 from tfckpt.cost.calls import register

@@ -58,10 +58,15 @@ def register(layer_class: type[keras.Layer], rule: Rule) -> None:
     ...     )
     >>> cost.register(Solver, rule)
     """
-    if not (isinstance(layer_class, type) and callable(rule)):
+    if not (
+        isinstance(layer_class, type)
+        and issubclass(layer_class, keras.Layer)
+        and callable(rule)
+    ):
         raise TypeError(
-            "cost.register takes a class of layers and a function. Received: "
-            f"{layer_class!r} and {rule!r}."
+            "cost.register takes a class of layers (a subclass of "
+            "keras.Layer) and a function, which is called with a layer of it. "
+            f"Received: {layer_class!r} and {rule!r}."
         )
     _rules.append((layer_class, rule))
 

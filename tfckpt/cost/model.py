@@ -1,4 +1,4 @@
-"""The costs of all calls of a model, and of its variables."""
+"""The costs of all calls of a model."""
 
 import json
 import re
@@ -169,7 +169,7 @@ class Walk:
                 dict.fromkeys(self._root[keys[i]] for i in found.product_inputs)
             ),
             recomputable=_is_recomputable(call, self._specs),
-            weight_bytes=self._new_weights(call.operation),
+            weight_gradient_bytes=self._new_weights(call.operation),
         )
 
     def _new_weights(self, operation):

@@ -42,18 +42,32 @@ def measured(
     """
     walk = model.Walk(graph, batch_size, shapes)
     walk.costs()  # finds out which tensors have gradients
-    kinds: dict[Any, tuple[float, float]] = {}
+    kinds: dict[Any, tuple[float, float] | None] = {}
+    seconds: list[tuple[float, float] | None] = []
     found = []
-    for position, (call, counted) in enumerate(
-        zip(graph.calls, costs.calls, strict=True)
-    ):
+    for position, call in enumerate(graph.calls):
         kind = walk.kind(call)
         kind = (call.path,) if kind is None else kind
         if kind not in kinds:
             if progress:
                 progress(f"{position + 1} of {len(costs.calls)}: {call.path}")
-            kinds[kind] = _seconds(walk, call, counted)
-        forward, backward = kinds[kind]
+            kinds[kind] = _seconds(walk, call)
+        seconds.append(kinds[kind])
+    # A call that can't be run, on ids out of range say, is put in at the
+    # measured pace of the others.
+    known = [
+        (sum(pair), counted.forward_time + counted.backward_time)
+        for pair, counted in zip(seconds, costs.calls, strict=True)
+        if pair
+    ]
+    total = sum(count for _, count in known)
+    pace = sum(second for second, _ in known) / total if total else 1.0
+    missing = []
+    for pair, counted in zip(seconds, costs.calls, strict=True):
+        if pair is None:
+            missing.append(counted.path)
+            pair = pace * counted.forward_time, pace * counted.backward_time
+        forward, backward = pair
         part = (
             counted.product_time / counted.forward_time
             if counted.forward_time
@@ -67,14 +81,18 @@ def measured(
                 product_time=part * forward,
             )
         )
-    note = "Times were measured call by call on this machine."
+    notes = ["Times were measured call by call on this machine."]
+    if missing:
+        notes.append(
+            f"Not measured but counted, for they can't be run: {missing[:5]}."
+        )
     return dataclasses.replace(
-        costs, calls=tuple(found), notes=(*costs.notes, note)
+        costs, calls=tuple(found), notes=(*costs.notes, *notes)
     )
 
 
-def _seconds(walk, call, counted):
-    """Median seconds of the call forward, and of its gradient."""
+def _seconds(walk, call):
+    """Median seconds of a call and of its gradient; None if it can't run."""
     function, specs, active, variables = walk.traceable(call)
     inputs = [_random(spec) for spec in specs]
     forward = tf.function(
@@ -88,10 +106,7 @@ def _seconds(walk, call, counted):
     try:
         once, twice = _median(forward, inputs), _median(both, inputs)
     except (tf.errors.OpError, ValueError, TypeError):
-        # Ids out of range, say. All measured ones are in seconds, so a
-        # counted time would not compare.
-        return 0.0, 0.0
-    del counted
+        return None
     return once, max(0.0, twice - once)
 
 
@@ -100,7 +115,7 @@ def _median(function, inputs):
     seconds = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
-        tf.nest.map_structure(lambda x: x.device, function(*inputs))
+        function(*inputs)
         tf.test.experimental.sync_devices()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)

@@ -168,7 +168,7 @@ class Walk:
         cost = index.costs.calls[call]
         for key in index.reads[call]:
             self._add_gradient(key)
-        self._weights += cost.weight_bytes
+        self._weights += cost.weight_gradient_bytes
         self._event(
             "backward", call, cost.backward_workspace, cost.backward_time
         )
