@@ -18,7 +18,8 @@ memory such as `budget.55`, and the peers `chen` and `recompute_grad`):
   the weights.
 - time: seconds of plain steps and ours by turns in one process.
 - gradients: largest difference from the plain model's in one graph step, in
-  eps of float32 times the largest gradient.
+  eps of float32 times the largest gradient; with oneDNN and Grappler off, which
+  fuse ops of the two graphs differently.
 
     python benchmarks/networks.py --network=u_net --plan=sqrt
     nice python benchmarks/networks.py --measure=prediction,process
@@ -107,6 +108,8 @@ def define_flags(values=flags.FLAGS):
         flags.DEFINE_boolean(name, False, what, **options)
 
 
+# Fusing changes the rounding of the plain step and ours in different places.
+_UNFUSED = {"TF_ENABLE_ONEDNN_OPTS": "0"}
 # With oneDNN, TensorFlow's tensors come from a pool that gives nothing back
 # and has gaps. This makes each a block of its own.
 _NO_POOL = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
@@ -138,6 +141,7 @@ def measure(job, path, *, repeats, rounds, timeout):
     if job.measure == "time":
         return _fresh("step_seconds", *subject, path, rounds, **run)
     if job.measure == "gradients":
+        run["environment"] = _UNFUSED
         return _fresh("gradient_difference", *subject, path, **run)
     return _fresh("compiled", *subject, path, job.measure, **run)
 

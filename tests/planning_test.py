@@ -191,9 +191,9 @@ def test_a_saved_plan_is_the_same_plan(tmp_path):
     loaded = tfckpt.Plan.load(tmp_path / "plan.json")
     assert loaded == plan
     assert loaded.prediction == plan.prediction
-    again = _residual()
-    paths = planning.costs_of(again, batch_size=16).paths
-    assert len(paths) == len(plan.calls)
+    for other in (_residual(1), _u_net(), _residual(9)):
+        with pytest.raises(tfckpt.PlanError, match="is for another model"):
+            tfckpt.SegmentedModel.from_model(other, plan=loaded)
     with pytest.raises(tfckpt.PlanError, match="can't be read"):
         (tmp_path / "bad.json").write_text("{")
         tfckpt.Plan.load(tmp_path / "bad.json")

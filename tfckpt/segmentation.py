@@ -86,6 +86,7 @@ class Segmentation:
         self.plan = plan
         if isinstance(plan, plan_lib.Unsettled):
             return
+        segments.check_fits(graph, plan)
         known = measure(batch_size)
         self.plan = plan_lib.annotate(
             plan,

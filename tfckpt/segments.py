@@ -68,7 +68,7 @@ def split(graph: graph_lib.Graph, plan: plan_lib.Plan) -> tuple[Part, ...]:
     Raises:
         PlanError: The plan is for other calls.
     """
-    _check_fits(graph, plan)
+    check_fits(graph, plan)
     readers: dict[int, list[int]] = {}
     made: dict[int, int] = dict.fromkeys(graph.inputs, -1)
     for position, call in enumerate(graph.calls):
@@ -343,7 +343,8 @@ def _check_as_recorded(call, tensor, spec, path):
     )
 
 
-def _check_fits(graph, plan):
+def check_fits(graph: graph_lib.Graph, plan: plan_lib.Plan) -> None:
+    """Raises a PlanError if a plan is for other calls than the graph's."""
     if plan.calls != graph.paths:
         missing = [path for path in graph.paths if path not in plan.calls]
         unknown = [path for path in plan.calls if path not in graph.paths]
