@@ -123,6 +123,11 @@ def _flags_of(program):
             if local and local.is_relative_to(program.parent):
                 queue.append(local)
         for node in ast.walk(ast.parse((ROOT / path).read_text("utf-8"))):
+            if isinstance(node, ast.Tuple) and node.elts:
+                # Flags that are defined in a loop over their names.
+                first = node.elts[0]
+                if isinstance(first, ast.Constant):
+                    known.add(str(first.value))
             name = isinstance(node, ast.Call) and getattr(
                 node.func, "attr", getattr(node.func, "id", "")
             )
