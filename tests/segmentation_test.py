@@ -21,6 +21,8 @@ from tfckpt.segmented_model import SegmentedModel
         (2.5, ["2.5", "float"]),
         ("sqr", ["'sqr'", "sqrt"]),
         ("dense_1", ["Did you mean ['dense_1']"]),
+        ("plan.json", ["Plan.load('plan.json')"]),
+        ("min_memory", ["make_plan(model, strategy='min_memory'"]),
         (["dense_99"], ["'dense_99'", "Near matches: dense_"]),
         (planners.uniform(["a", "b"], 2), ["another model", "'a'", "2 calls"]),
         (

@@ -147,8 +147,19 @@ def _checked_plan(asked):
     raise plan_lib.PlanError(
         '`plan` is None, "sqrt", a number of segments, a list of call paths '
         f"or a Plan. Received: {asked!r} of type {type(asked).__name__}."
-        + (f" Did you mean [{asked!r}]?" if isinstance(asked, str) else "")
+        + (_meant(asked) if isinstance(asked, str) else "")
     )
+
+
+def _meant(text):
+    if text.endswith(".json"):
+        return f" A saved plan is read by tfckpt.Plan.load({text!r})."
+    if text in ("min_memory", "budget", "recursive", "chen"):
+        return (
+            f" tfckpt.make_plan(model, strategy={text!r}, batch_size=...) "
+            "makes such a plan."
+        )
+    return f" Did you mean [{text!r}]?"
 
 
 def flat_shapes(model: Any, input_shape: Any) -> list[tuple[Any, ...]] | None:

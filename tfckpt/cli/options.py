@@ -104,8 +104,8 @@ _FLAGS = {
         _SIZE,
         None,
         "What a step may take: everything on the device (2GiB), or activation "
-        "memory relative to no recomputation (0.4). By default all that the "
-        "target has.",
+        "memory relative to no recomputation (0.4). By default none; with "
+        "--target all that it has.",
     ),
     "memory_limit": (
         _SIZE,

@@ -43,7 +43,11 @@ def positions(
             known.setdefault(name, []).append(position)
     for name in names:
         if name not in known:
-            raise unknown(name, known, costs.paths)
+            kinds = ", ".join(dict.fromkeys(c.kind for c in costs.calls))
+            raise plan.PlanError(
+                f"No layer class, layer or call is named {name!r}. Classes in "
+                f"this model: {kinds}. {unknown(name, known, costs.paths)}"
+            )
     return {name: known[name] for name in names}
 
 
