@@ -23,7 +23,7 @@ import tfckpt
 from tfckpt import memory, planning
 
 # What is noted of a prediction.
-_EXPECTED = (
+EXPECTED = (
     "peak_bytes",
     "plain_bytes",
     "peak_above_gradients",
@@ -67,7 +67,7 @@ def make_plan(network, sizes, plan, path):
         "segments": len(made.segments),
     } | {
         name: made.prediction and getattr(made.prediction, name)
-        for name in _EXPECTED
+        for name in EXPECTED
     }
 
 
@@ -167,16 +167,20 @@ def step_seconds(network, sizes, path, rounds):
     return {"plain": plain, "ours": ours, "load": os.getloadavg()[0]}
 
 
-def gradient_difference(network, sizes, path):
-    """Largest difference of a gradient, relative to the largest gradient.
+def unfused_difference(network, sizes, path):
+    """`gradient_difference` without Grappler, for a process of its own.
 
-    Grappler, and outside of this oneDNN, are off: they fuse ops of the two
-    graphs differently, and an untrained deep network makes much of that.
+    It fuses ops of the two graphs differently, and an untrained deep network
+    makes much of that.
     """
     tf.config.optimizer.set_experimental_options(
         {"disable_meta_optimizer": True}
     )
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+    return gradient_difference(network, sizes, path)
+
+
+def gradient_difference(network, sizes, path):
+    """Largest difference of a gradient, relative to the largest gradient."""
     model = zoo.make_model(network, sizes)
     x = _inputs(model, sizes)
     plain, ours = (

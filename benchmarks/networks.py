@@ -109,7 +109,7 @@ def define_flags(values=flags.FLAGS):
 
 
 # Fusing changes the rounding of the plain step and ours in different places.
-_UNFUSED = {"TF_ENABLE_ONEDNN_OPTS": "0"}
+_UNFUSED = {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_NUM_INTEROP_THREADS": "1"}
 # With oneDNN, TensorFlow's tensors come from a pool that gives nothing back
 # and has gaps. This makes each a block of its own.
 _NO_POOL = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
@@ -142,7 +142,7 @@ def measure(job, path, *, repeats, rounds, timeout):
         return _fresh("step_seconds", *subject, path, rounds, **run)
     if job.measure == "gradients":
         run["environment"] = _UNFUSED
-        return _fresh("gradient_difference", *subject, path, **run)
+        return _fresh("unfused_difference", *subject, path, **run)
     return _fresh("compiled", *subject, path, job.measure, **run)
 
 

@@ -267,9 +267,7 @@ def measured(monkeypatch):
         if job.batch_size == 1:
             raise memory.MeasurementError("killed for want of memory")
         if job.measure == "prediction":
-            return {"digest": "a", "peak_bytes": 1, "plain_bytes": 2} | (
-                dict.fromkeys(("extra_time", "extra_flops", "step_flops"), 1)
-            )
+            return {"digest": "a"} | dict.fromkeys(steps.EXPECTED, 1)
         return {"warm": [8], "cold": [9]}
 
     monkeypatch.setattr(networks, "measure", measure)
@@ -403,6 +401,8 @@ def _chain_results(path, seconds=(1, 2, 3)):
                 "digest": "a",
                 "peak_bytes": 1001 * _MIB,
                 "plain_bytes": 4000 * _MIB,
+                "peak_above_gradients": 1001 * _MIB,
+                "plain_above_gradients": 4000 * _MIB,
                 "extra_time": 0.25,
                 "extra_flops": 30,
                 "step_flops": 100,
