@@ -166,7 +166,12 @@ def run(jobs, results, console, *, again, **options):
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
             progress.update(task, description=str(job))
-            if job in asked or results.value(job) is None:
+            # Figures may have come without the files of their plans.
+            lost = (
+                job.measure == "prediction"
+                and not pathlib.Path(results.plan_path(job)).exists()
+            )
+            if job in asked or lost or results.value(job) is None:
                 outcome = _done(job, results, versions, options)
                 progress.console.print(
                     f"{job}: {rich.markup.escape(outcome)}", highlight=False

@@ -2,6 +2,7 @@
 
 import io
 import json
+import pathlib
 
 import network_results as results_lib
 import network_steps as steps
@@ -267,6 +268,8 @@ def measured(monkeypatch):
         if job.batch_size == 1:
             raise memory.MeasurementError("killed for want of memory")
         if job.measure == "prediction":
+            pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+            pathlib.Path(path).write_text("a plan")
             return {"digest": "a"} | dict.fromkeys(steps.EXPECTED, 1)
         return {"warm": [8], "cold": [9]}
 
