@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfckpt import cost, graph, planning
+from tfckpt import plan as plan_lib
 
 layers = keras.layers
 
@@ -184,15 +185,35 @@ def test_mixed_precision_halves_activations_and_keeps_weights():
 @pytest.mark.parametrize("layer", [layers.LSTM, layers.GRU, layers.SimpleRNN])
 def test_a_recurrent_layer_costs_its_cell_for_each_step(layer):
     found = {}
-    for steps in (10, 20):
+    for steps in (10, 20, 30):
         model = _around(layer(8, name="rnn"), (steps, 6))
         _, found[steps] = _call_of(model, "rnn")
     for name in ("saved", "forward_flops", "backward_flops", "forward_time"):
-        assert getattr(found[20], name) == 2 * getattr(found[10], name)
+        ten, twenty, thirty = (getattr(found[n], name) for n in found)
+        assert thirty - twenty == twenty - ten > 0
+        assert ten == pytest.approx(twenty / 2, rel=0.1)
     gates = {layers.LSTM: 4, layers.GRU: 3, layers.SimpleRNN: 1}[layer]
     assert found[10].forward_flops > 10 * 4 * 2 * gates * 8 * (6 + 8)
     # The states and gates of each step.
     assert found[10].saved >= 10 * 4 * 4 * gates * 8
+
+
+def test_dropout_masks_are_drawn_once_for_all_steps():
+    def of_a_step(**options):
+        few, many = (
+            _call_of(
+                _around(layers.LSTM(8, name="rnn", **options), (steps, 6)),
+                "rnn",
+            )[1].saved
+            for steps in (10, 20)
+        )
+        return (many - few) / 10
+
+    # With dropout Keras runs its four gates one by one.
+    plain = of_a_step(implementation=1)
+    masked = of_a_step(dropout=0.3, recurrent_dropout=0.3) - plain
+    # For each gate the masked input and state; the batch is 4.
+    assert masked == 4 * 4 * 4 * (6 + 8)
 
 
 def test_both_ways_of_a_bidirectional_layer_count():
@@ -247,6 +268,48 @@ def test_what_can_not_be_traced_is_guessed_and_can_be_registered():
     assert (call.saved, call.forward_flops) == (123, 7.0)
     with pytest.raises(TypeError, match="class of layers"):
         cost.register(Registered(), rule)
+    with pytest.raises(TypeError, match="which of them are differentiated"):
+        cost.register(Registered, lambda layer: None)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        None,
+        {"outputs": ()},
+        {"outputs": (4.5,)},
+        {"outputs": (-4,)},
+        {"aliases": (3,)},
+        {"aliases": ()},
+        {"needs_inputs": (1,)},
+        {"needs_outputs": (-1,)},
+        {"saved": -1},
+        {"saved": "12"},
+        {"forward_time": float("nan")},
+        {"forward_flops": float("inf")},
+    ],
+    ids=str,
+)
+def test_a_rule_that_returns_no_costs_is_refused(found):
+    class Odd(_Untraceable):
+        pass
+
+    right = {"outputs": (4,), "aliases": (None,)}
+    cost.register(Odd, lambda *_: found and cost.Traced(**{**right, **found}))
+    with pytest.raises(plan_lib.PlanError, match="Odd 'odd'.*1 outputs"):
+        _costs(_around(Odd(name="odd"), (64,)))
+
+
+def test_a_rule_that_fails_is_not_taken_for_a_layer_that_can_not_be_traced():
+    class Failing(_Untraceable):
+        pass
+
+    def rule(layer, inputs, active):
+        return inputs[5]
+
+    cost.register(Failing, rule)
+    with pytest.raises(plan_lib.PlanError, match="'odd' failed: IndexError"):
+        _costs(_around(Failing(name="odd"), (64,)))
 
 
 def test_finding_costs_changes_nothing():
@@ -361,9 +424,25 @@ def test_a_call_that_can_not_be_run_is_counted_at_the_pace_of_the_others():
         + 0.0 * (keras.ops.cast(x, "float32")[:, :, None])
     )
     model = keras.Model(inputs, layers.Dense(4, name="dense")(x))
+    counted = planning.costs_of(model, batch_size=16)
     costs = planning.costs_of(model, batch_size=16, measure=True)
-    assert all(call.forward_time >= 0 for call in costs.calls)
-    assert costs.calls[-1].forward_time > 0
+    assert "can't be run: ['odd']" in " ".join(costs.notes)
+    measured, count = (
+        sum(
+            call.forward_time + call.backward_time
+            for call in each.calls
+            if call.path != "odd"
+        )
+        for each in (costs, counted)
+    )
+    odd, before = (
+        next(c for c in each.calls if c.path == "odd")
+        for each in (costs, counted)
+    )
+    assert before.forward_time > 0
+    assert odd.forward_time == pytest.approx(
+        before.forward_time * measured / count
+    )
 
 
 def test_saved_bytes_are_what_the_gradient_of_the_whole_model_reads():

@@ -40,7 +40,14 @@ _ROOMS = {
         "segments",
     },
     # What a step will take, and does.
-    "cost": {"_compat_graph", "costs", "graph", "recomputation", "sizes"},
+    "cost": {
+        "_compat_graph",
+        "costs",
+        "graph",
+        "plan",
+        "recomputation",
+        "sizes",
+    },
     "target_fit": {
         "memory",
         "plan",

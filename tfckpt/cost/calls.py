@@ -5,6 +5,7 @@ what users register.
 """
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfckpt import plan as plan_lib
 from tfckpt.cost import tracing
 
 # A rule takes a layer, the shapes and dtypes of its inputs, and for each of
@@ -34,11 +36,12 @@ def register(layer_class: type[keras.Layer], rule: Rule) -> None:
         rule: a function of the layer, a list of `tf.TensorSpec`s of its input
             tensors with all sizes known, and a list that says for each
             whether a gradient flows to it. Returns a `Traced`, with bytes
-            and operations of one call.
+            and operations of one call. A plan is refused (`PlanError`) if it
+            fails or returns anything else.
 
     Raises:
-        TypeError: `layer_class` is not a class of layers, or `rule` not
-            callable.
+        TypeError: `layer_class` is not a class of layers, or `rule` no
+            function of three arguments.
 
     Example:
 
@@ -68,11 +71,68 @@ def register(layer_class: type[keras.Layer], rule: Rule) -> None:
             "keras.Layer) and a function, which is called with a layer of it. "
             f"Received: {layer_class!r} and {rule!r}."
         )
+    try:
+        inspect.signature(rule).bind(None, [], [])
+    except ValueError:  # Built in, without a signature.
+        pass
+    except TypeError as error:
+        raise TypeError(
+            "A rule is called with a layer, the shapes of its inputs and "
+            f"which of them are differentiated. Received: {rule!r}, for which "
+            f"that means: {error}."
+        ) from error
     _rules.append((layer_class, rule))
 
 
-def rule_of(layer: Any) -> Rule | None:
-    """The rule for a layer, None if it has to be traced."""
+def by_rule(
+    layer: Any,
+    inputs: Sequence[tf.TensorSpec],
+    active: Sequence[bool],
+    output_count: int,
+) -> tracing.Traced | None:
+    """What a rule says of a call, None if it has to be traced.
+
+    Raises:
+        PlanError: A rule of a user fails, or returns no such costs.
+    """
+    rule = _rule_of(layer)
+    if rule is None or rule in _OWN:
+        return rule and rule(layer, inputs, active)
+    subject = f"The rule for the cost of {type(layer).__name__} '{layer.name}'"
+    try:
+        found = rule(layer, list(inputs), list(active))
+    except Exception as error:
+        raise plan_lib.PlanError(
+            f"{subject} failed: {type(error).__name__}: {error}. Correct what "
+            "was given to tfckpt.cost.register."
+        ) from error
+    if (
+        not isinstance(found, tracing.Traced)
+        or len(found.outputs) != output_count
+        or len(found.aliases) != output_count
+        or any(not isinstance(x, int) or x < 0 for x in found.outputs)
+        or any(not _is_in(x, inputs) for x in found.needs_inputs)
+        or any(not _is_in(x, found.outputs) for x in found.needs_outputs)
+        or any(x is not None and not _is_in(x, inputs) for x in found.aliases)
+        or any(not _is_amount(getattr(found, name)) for name in _AMOUNTS)
+    ):
+        raise plan_lib.PlanError(
+            f"{subject} returned {found!r}. Expected: a tfckpt.cost.Traced "
+            f"with bytes and alias of {output_count} outputs, positions among "
+            f"{len(inputs)} inputs, and finite numbers that are not negative."
+        )
+    return found
+
+
+def _is_in(position, sequence):
+    return isinstance(position, int) and 0 <= position < len(sequence)
+
+
+def _is_amount(value):
+    return isinstance(value, (int, float)) and 0 <= value < math.inf
+
+
+def _rule_of(layer):
     for base in type(layer).__mro__:
         for layer_class, rule in reversed(_rules):
             if layer_class is base:
@@ -113,23 +173,37 @@ def _recurrent(layer, inputs, active):
     states = _shapes_of(lambda: cell.get_initial_state(batch_size))
     flat = [tf.TensorSpec(x.shape, x.dtype) for x in keras.tree.flatten(states)]
 
-    def once_called(x, *now):
-        return cell(
-            x, keras.tree.pack_sequence_as(states, list(now)), training=True
-        )
+    def traced(count):
+        """So many steps one after another: dropout masks are drawn once."""
 
-    _forget_masks(cell)
-    try:
-        once = tracing.trace(
-            once_called,
-            [tf.TensorSpec([batch_size, *rest], sequence.dtype), *flat],
-            [active[0], *(True for _ in flat)],
-            [v.value for v in cell.trainable_variables],
-        )
-    finally:
+        def call(x, *now):
+            for _ in range(count):
+                output, now = cell(
+                    x,
+                    keras.tree.pack_sequence_as(states, list(now)),
+                    training=True,
+                )
+                now = keras.tree.flatten(now)
+            return output, *now
+
         _forget_masks(cell)
+        try:
+            return tracing.trace(
+                call,
+                [tf.TensorSpec([batch_size, *rest], sequence.dtype), *flat],
+                [active[0], *(True for _ in flat)],
+                [v.value for v in cell.trainable_variables],
+            )
+        finally:
+            _forget_masks(cell)
+
+    once, twice = traced(1), traced(2)
+
+    def total(name):
+        one, two = getattr(once, name), getattr(twice, name)
+        return one + (steps - 1) * (two - one)
+
     output = once.outputs[0]
-    kept = once.saved + sum(once.outputs)
     outputs = (
         output * (steps if layer.return_sequences else 1),
         *(once.outputs[1:] if layer.return_state else ()),
@@ -138,15 +212,15 @@ def _recurrent(layer, inputs, active):
         outputs=outputs,
         aliases=(None,) * len(outputs),
         needs_inputs=(0,),
-        saved=kept * steps,
-        forward_flops=once.forward_flops * steps,
-        backward_flops=once.backward_flops * steps,
-        forward_time=once.forward_time * steps,
-        backward_time=once.backward_time * steps,
+        # The states at the end, and the output of each step.
+        saved=total("saved") + sum(once.outputs[1:]) + output * steps,
+        forward_flops=total("forward_flops"),
+        backward_flops=total("backward_flops"),
+        forward_time=total("forward_time"),
+        backward_time=total("backward_time"),
         # The loop's copies of the sequence, time first.
         forward_workspace=_bytes(sequence),
         backward_workspace=_bytes(sequence),
-        loops=True,
     )
 
 
@@ -176,7 +250,6 @@ def _bidirectional(layer, inputs, active):
         outputs=outputs,
         aliases=(None,) * len(outputs),
         needs_inputs=(0,),
-        loops=True,
         **both,
     )
 
@@ -209,6 +282,13 @@ def corrected(layer: Any, traced: tracing.Traced, specs: Any) -> tracing.Traced:
 def _shapes_of(function):
     return tf.function(function).get_concrete_function().structured_outputs
 
+
+_AMOUNTS = (
+    *("saved", "forward_flops", "backward_flops"),
+    *("forward_time", "backward_time", "forward_workspace"),
+    *("product_bytes", "product_overlap", "product_flops", "product_time"),
+)
+_OWN = (_recurrent, _bidirectional)
 
 register(keras.layers.RNN, _recurrent)
 register(keras.layers.Bidirectional, _bidirectional)

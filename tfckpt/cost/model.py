@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfckpt import _compat_graph as compat
 from tfckpt import costs as costs_lib
 from tfckpt import graph as graph_lib
+from tfckpt import plan as plan_lib
 from tfckpt import sizes
 from tfckpt.cost import calls, state, tracing
 
@@ -188,12 +189,16 @@ class Walk:
 
     def _trace(self, call):
         function, inputs, active, variables = self.traceable(call)
-        rule = calls.rule_of(call.operation)
         try:
-            if rule is not None:
-                return rule(call.operation, inputs, active)
+            ruled = calls.by_rule(
+                call.operation, inputs, active, len(call.outputs)
+            )
+            if ruled is not None:
+                return ruled
             traced = tracing.trace(function, inputs, active, variables)
             return calls.corrected(call.operation, traced, traced.specs)
+        except plan_lib.PlanError:
+            raise
         except Exception as error:  # Whatever a user's layer raises.
             self._guessed.append((call.path, error))
             outputs = [self._specs[key] for key in call.outputs]

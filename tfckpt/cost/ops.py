@@ -86,6 +86,22 @@ def time(op: Any) -> float:
     return max(flops(op), FLOPS_PER_BYTE * sum(map(tensor_bytes, _tensors(op))))
 
 
+def workspace(op: Any) -> int:
+    """Bytes that an op takes for itself while it runs.
+
+    As measured on a CPU: oneDNN's convolutions copy the filter, or its
+    gradient, to another layout; the gradient of a maximum of windows finds
+    the maxima again, with their places as int64.
+    """
+    if position := _FILTERS.get(op.type):
+        kind, index = position
+        return tensor_bytes(getattr(op, kind)[index])
+    if op.type == "MaxPoolGrad":
+        maxima = op.inputs[1]
+        return tensor_bytes(maxima) + tf.int64.size * _size(maxima)
+    return 0
+
+
 def _tensors(op):
     return [*op.inputs, *op.outputs]
 
@@ -141,6 +157,15 @@ def _depthwise(kernel, output):
     return 2.0 * _size(output) * math.prod(size or 0 for size in kernel[:2])
 
 
+# Where an op has the filter of its convolution, or its gradient.
+_FILTERS = {
+    "Conv2D": ("inputs", 1),
+    "Conv2DBackpropFilter": ("outputs", 0),
+    "Conv2DBackpropInput": ("inputs", 1),
+    "Conv3D": ("inputs", 1),
+    "Conv3DBackpropFilterV2": ("outputs", 0),
+    "Conv3DBackpropInputV2": ("inputs", 1),
+}
 _PRODUCTS = {
     "BatchMatMul": _batch_matmul,
     "BatchMatMulV2": _batch_matmul,

@@ -29,7 +29,6 @@ class Traced:
         needs_outputs: Positions of the outputs that it reads.
         product_inputs: Positions of the inputs that running it again needs
             when its products are kept.
-        loops: Whether it holds loops, into which this doesn't look.
         specs: Shape and dtype of each output; none where not known.
     """
 
@@ -49,7 +48,6 @@ class Traced:
     product_flops: float = 0.0
     product_time: float = 0.0
     product_inputs: tuple[int, ...] = ()
-    loops: bool = False
     specs: tuple[tf.TensorSpec, ...] = ()
 
 
@@ -240,7 +238,6 @@ class _Reading:
                     for x in op.inputs
                 )
             ),
-            loops=any("While" in op.type for op in self._forward),
             specs=tuple(tf.TensorSpec(x.shape, x.dtype) for x in self._outputs),
         )
 
@@ -340,7 +337,7 @@ class _Reading:
                 dead.remove(over)
             live.update(new)
             total += sum(new.values())
-            peak = max(peak, total)
+            peak = max(peak, total + ops.workspace(op))
             dead += [n for n in new if n not in last and n not in after]
             total -= sum(live.pop(name) for name in dead)
         return peak
