@@ -1195,3 +1195,46 @@ def test_threads_do_not_disturb_each_other():
         np.testing.assert_array_equal(
             results[i], tape.gradient(y, dense.kernel.value)
         )
+
+
+@modes
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "loss"),
+    [
+        (tf.nn.softmax, keras.losses.categorical_crossentropy),
+        (tf.nn.sigmoid, keras.losses.binary_crossentropy),
+        (tf.nn.sigmoid, keras.losses.categorical_crossentropy),
+        (keras.ops.softmax, keras.losses.categorical_crossentropy),
+        (lambda x: tf.nn.softmax(x, axis=0), keras.losses.binary_crossentropy),
+    ],
+)
+def test_losses_find_the_logits_of_probabilities(
+    activation, loss, nested, mode
+):
+    """Keras looks for the op, or an attribute, and clips other values."""
+
+    def fn(wrap, x):
+        block = wrap(lambda x: (activation(60.0 * x), x))
+        if nested:
+            inner = block
+            block = wrap(lambda x: inner(x * 1.5))
+        probabilities, _ = block(x)
+        return loss(tf.eye(4, 3), probabilities), probabilities
+
+    _check_wrapped(fn, [X], mode)
+
+
+@modes
+def test_probabilities_from_outside_keep_their_gradient(mode):
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            outside = tf.nn.softmax(x)
+            inside = tfckpt.recompute(lambda y: (outside, 2.0 * y))(x)
+            loss = tf.reduce_sum(inside[0] ** 2) + tf.reduce_sum(inside[1])
+        return tape.gradient(loss, [outside, x])
+
+    of_outside, of_x = equality.compiled(step, mode)(X)
+    np.testing.assert_allclose(of_outside, 2 * tf.nn.softmax(X), rtol=1e-6)
+    assert of_x is not None

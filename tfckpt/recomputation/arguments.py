@@ -6,7 +6,7 @@ carry (masks, the logits of probabilities) are taken out; everything else
 that it is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -21,6 +21,9 @@ _COMPOSITES = (
     tf.IndexedSlices,
     tf.experimental.ExtensionType,
 )
+
+# Ops of which Keras' cross-entropies take the input in place of the output.
+_PROBABILITIES = {"Sigmoid": tf.nn.sigmoid, "Softmax": tf.nn.softmax}
 
 
 def is_differentiable(tensor: tf.Tensor) -> bool:
@@ -39,11 +42,21 @@ class Structure:
     Containers are copied, so that neither a function that changes its
     arguments nor a caller that changes them later is felt.
 
+    Args:
+        value: the structure.
+        made: says of a tensor of a graph whether the function made it. Then
+            probabilities that are the result of `tf.nn` are made again, of
+            their logits, when this is packed: Keras' cross-entropies look for
+            the op that made them, and take its logits.
+
     Attributes:
-        tensors: the tensors in order, then those that they carry.
+        tensors: the tensors in order, then those that they carry, then
+            logits of what is made again.
     """
 
-    def __init__(self, value: Any):
+    def __init__(
+        self, value: Any, made: Callable[[tf.Tensor], bool] | None = None
+    ):
         self._leaves = []  # (number of tensors, what to pack them into)
         tensors = []
         for leaf in tf.nest.flatten(value):
@@ -74,13 +87,23 @@ class Structure:
                 if isinstance(carried, tf.Tensor):
                     self._carried.append((i, put))
                     self.tensors.append(carried)
+        self._remade = []  # (position of a tensor, function of its logits)
+        for i, tensor in enumerate(tensors):
+            if made is None or not made(tensor):
+                continue
+            make = _PROBABILITIES.get(tensor.op.type)
+            if make and _compat.get_logits(tensor) is None:
+                self._remade.append((i, make))
+                self.tensors.append(tensor.op.inputs[0])
 
     def pack(self, tensors: list[tf.Tensor]) -> Any:
         """The structure with other tensors in the same places."""
-        for (index, put), carried in zip(
-            self._carried, tensors[self._size :], strict=True
-        ):
-            put(tensors[index], carried)
+        tensors = list(tensors)
+        others = iter(tensors[self._size :])
+        for index, put in self._carried:
+            put(tensors[index], next(others))
+        for index, make in self._remade:
+            tensors[index] = make(next(others))
         remaining = iter(tensors[: self._size])
         flat = []
         for count, leaf in self._leaves:

@@ -135,7 +135,8 @@ class _Recomputation:
             ) as scope,
         ):
             result = self._call(handed)
-            outputs = arguments.Structure(result)
+            self._eager = tf.executing_eagerly()
+            outputs = self._results(result, observer)
             observer.results(outputs.tensors)
         self._keeper = keeper
         sources = self._sources(observer, watcher, scope)
@@ -157,11 +158,17 @@ class _Recomputation:
         count = len(outputs.tensors)
         for (layer, _), loss in zip(losses, tensors[count:], strict=True):
             layer.add_loss(loss)
-        return outputs.pack(tensors[:count])
+        with observe.unnoticed():
+            return outputs.pack(tensors[:count])
 
     def _call(self, tensors):
         args, kwargs = self._inputs.pack(tensors)
         return self._fn(*args, **kwargs)
+
+    def _results(self, result, observer):
+        # A jacobian's second run may be in a graph where the first was not.
+        made = None if self._eager else observer.made
+        return arguments.Structure(result, made)
 
     def _plainly(self):
         """Without recomputation, which forward mode can't see through."""
@@ -298,7 +305,7 @@ class _Recomputation:
                 variable.check()
             with scope, observer.observing():
                 result = self._call(inputs)
-        results = arguments.Structure(result).tensors
+                results = self._results(result, observer).tensors
         results += [scope.layer_losses[i] for i in self._losses]
         self._check(results)
         self._trace.compare(observer.trace)

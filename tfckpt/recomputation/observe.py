@@ -26,6 +26,23 @@ from tfckpt.recomputation import (
 _CAPTURES = ("Const", "Placeholder")
 
 
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def unnoticed() -> Iterator[None]:
+    """While tfckpt runs ops that are no part of any function observed."""
+    before, _local.unnoticed = _is_unnoticed(), True
+    try:
+        yield
+    finally:
+        _local.unnoticed = before
+
+
+def _is_unnoticed():
+    return getattr(_local, "unnoticed", False)
+
+
 class Observer:
     """Takes note of the ops of one run of a function.
 
@@ -91,6 +108,10 @@ class Observer:
         for tensor in tensors:
             self._note_read(tensor)
 
+    def made(self, tensor: tf.Tensor) -> bool:
+        """Whether the function made it, or was given it, while it runs."""
+        return _key(tensor) in self._produced
+
     @contextlib.contextmanager
     def unnoticed(self) -> Iterator[None]:
         """While tfckpt itself runs ops in between."""
@@ -146,14 +167,15 @@ class Observer:
         """For `_compat.observed_ops`: called after each op."""
         if threading.get_ident() == self._thread:
             self._note(op_type, inputs, attrs, outputs, op_name, graph)
-            if not self._paused and graph is not None and graph is self._graph:
+            paused = self._paused or _is_unnoticed()
+            if not paused and graph is not None and graph is self._graph:
                 outputs = self._keeper.outputs(_text(op_type), outputs)
                 self._produced.update(map(_key, outputs))
         return outputs  # for the callback of the next observer
 
     def _note(self, op_type, inputs, attrs, outputs, op_name, graph):
         outputs = [x for x in outputs or () if isinstance(x, tf.Tensor)]
-        if self._paused:
+        if self._paused or _is_unnoticed():
             self._produced.update(map(_key, outputs))
             return
         op_type, op_name = _text(op_type), _text(op_name or "")
