@@ -1,6 +1,7 @@
 """Kept tensors: the same numbers, fewer products, and what can't be kept."""
 
 import collections
+import contextlib
 import re
 
 import equality
@@ -347,24 +348,166 @@ def test_a_jacobian_of_an_eager_forward_pass_keeps_nothing():
     )
 
 
-def test_keeping_more_the_second_time_is_refused():
+def _refused_in_the_gradient(block):
+    """What two runs of a function keep may not differ."""
     calls = []
 
     @tfckpt.recompute
-    def block(x):
+    def recomputed(x):
         calls.append(1)
-        y = tf.identity(tf.sin(x))
-        return tf.cos(tfckpt.keep(y) if len(calls) > 1 else y)
+        return block(x, len(calls) > 1)
 
     @tf.function
     def gradient(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = block(x)
+            y = recomputed(x)
         return tape.gradient(y, x)
 
     with pytest.raises(tfckpt.RecomputeError, match="keeps other tensors"):
-        gradient(tf.ones([2]))
+        gradient(tf.ones([2, 3]))
+
+
+def test_keeping_more_the_second_time_is_refused():
+    def block(x, again):
+        y = tf.identity(tf.sin(x))
+        return tf.cos(tfckpt.keep(y) if again else y)
+
+    _refused_in_the_gradient(block)
+
+
+def test_keeping_less_the_second_time_is_refused():
+    def block(x, again):
+        y = tf.identity(tf.sin(x))
+        return tf.cos(y if again else tfckpt.keep(y))
+
+    _refused_in_the_gradient(block)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda y: tf.transpose(y), lambda y: tf.cast(y, tf.float16)],
+    ids=["shape", "dtype"],
+)
+def test_keeping_something_else_the_second_time_is_refused(other):
+    def block(x, again):
+        kept = tfckpt.keep(other(tf.sin(x)) if again else tf.sin(x))
+        return tf.cast(tf.reshape(kept, [2, 3]), tf.float32)
+
+    _refused_in_the_gradient(block)
+
+
+def _products_run(block, *args):
+    """Matrix products of a graph step, recomputed and plain."""
+    found = []
+    for run in (tfckpt.recompute(block), block):
+
+        @tf.function
+        def gradient(x, *weights, run=run):
+            with tf.GradientTape() as tape:
+                tape.watch([x, *weights])
+                y = tf.reduce_sum(run(x, *weights) ** 2)
+            return tape.gradient(y, [x, *weights])
+
+        found.append((ops_run(gradient, *args)["MatMul"], gradient(*args)))
+    (ours, gradients), (plain, expected) = found
+    for a, b in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    return ours - plain
+
+
+_SQUARE = tf.constant(
+    np.random.RandomState(3).normal(0, 0.4, (4, 4)).astype("float32")
+)
+
+
+def test_only_products_of_the_kept_call_are_kept():
+    def block(x, first, second):
+        with keeping.products():
+            x = tf.sin(x @ first)
+        return tf.sin(tf.sin(x @ second) @ first)
+
+    assert _products_run(block, _SQUARE, _SQUARE + 1, _SQUARE - 1) == 2
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_recomputed_function_in_a_kept_call_keeps_its_products(inside):
+    """Its gradient is taken where the call is over, and the other way."""
+
+    def block(x, weight):
+        return tf.sin(tf.sin(x @ weight) @ weight)
+
+    recomputed = tfckpt.recompute(block)
+
+    @tf.function
+    def gradient(x, weight, run):
+        with tf.GradientTape() as tape:
+            tape.watch([x, weight])
+            with keeping.products() if inside else contextlib.nullcontext():
+                y = run(x, weight)
+            loss = tf.reduce_sum(y**2)
+        with contextlib.nullcontext() if inside else keeping.products():
+            return tape.gradient(loss, [x, weight])
+
+    # Four backward, and two forward once or twice.
+    count = ops_run(gradient, _SQUARE, _SQUARE + 1, recomputed)["MatMul"]
+    assert count == (6 if inside else 8)
+    for a, b in zip(
+        gradient(_SQUARE, _SQUARE + 1, recomputed),
+        gradient(_SQUARE, _SQUARE + 1, block),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+@pytest.mark.parametrize("named", [True, False])
+def test_sizes_are_not_kept(named, mode):
+    """A compiler has to know them beforehand."""
+
+    def block(x):
+        with keeping.products():
+            size = tf.reduce_sum(tf.shape(x) - [0, 2])
+        if named:
+            size = tfckpt.keep(size)
+        return tf.sin(tf.reshape(x, [size, 2]))
+
+    def gradient(x, run):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(run(x))
+        return tape.gradient(y, x)
+
+    def compiled(run):
+        return equality.compiled(lambda x: gradient(x, run), mode)
+
+    x = _SQUARE[:, :2]
+    np.testing.assert_allclose(
+        compiled(block)(x), compiled(tfckpt.recompute(block))(x), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+def test_many_integers_are_kept(mode):
+    def block(x):
+        places = tf.argsort(x)
+        return tf.gather(tf.sin(x), tfckpt.keep(places), batch_dims=1)
+
+    def gradient(x, run):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(run(x) * tf.range(3.0))
+        return tape.gradient(y, x)
+
+    x = _SQUARE[:, :3]
+    plain, ours = (
+        equality.compiled(lambda x, run=run: gradient(x, run), mode)(x)
+        for run in (block, tfckpt.recompute(block))
+    )
+    np.testing.assert_allclose(plain, ours, rtol=1e-6)
+    if mode == "graph":
+        run = tf.function(lambda x: gradient(x, tfckpt.recompute(block)))
+        assert ops_run(run, x)["TopKV2"] == 1
 
 
 def test_what_is_kept_is_named_by_ops_that_exist():

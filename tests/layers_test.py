@@ -1,6 +1,7 @@
 """`tfckpt.Recompute`: the same layer to everyone but the backward pass."""
 
 import copy
+import inspect
 import json
 import pickle
 import subprocess
@@ -308,3 +309,25 @@ def test_refusals():
     wrapped = tfckpt.Recompute(L.Dense(3))
     with pytest.raises(TypeError, match="can't be made directly"):
         type(wrapped)(4)
+
+
+def test_a_method_given_to_a_tf_function_is_still_recomputed():
+    runs = []
+
+    class Block(keras.layers.Layer):
+        def call(self, x, training=None):
+            runs.append(tfckpt.is_recomputing())
+            return tf.sin(x)
+
+    layer = tfckpt.Recompute(Block())
+
+    @tf.function
+    def gradient(x, call):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(call(x) ** 2)
+        return tape.gradient(y, x)
+
+    gradient(tf.ones([2]), layer.call)
+    assert runs == [False, True]
+    assert list(inspect.signature(layer.call).parameters) == ["x", "training"]

@@ -3,6 +3,7 @@
 import collections
 import functools
 import gc
+import inspect
 import threading
 import weakref
 
@@ -1238,3 +1239,25 @@ def test_probabilities_from_outside_keep_their_gradient(mode):
     of_outside, of_x = equality.compiled(step, mode)(X)
     np.testing.assert_allclose(of_outside, 2 * tf.nn.softmax(X), rtol=1e-6)
     assert of_x is not None
+
+
+@modes
+def test_given_to_a_tf_function_it_is_still_recomputed(mode):
+    """A tf.function takes what a decorator wraps, where it finds that."""
+    runs = []
+
+    @tfckpt.recompute
+    def block(x, scale: float = 2.0):
+        runs.append(tfckpt.is_recomputing())
+        return tf.sin(scale * x)
+
+    def step(x, run):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(run(x) ** 2)
+        return tape.gradient(y, x)
+
+    equality.compiled(step, mode)(X, block)
+    assert runs == [False, True]
+    assert str(inspect.signature(block)) == "(x, scale: float = 2.0)"
+    assert block.__name__ == "block"

@@ -143,7 +143,7 @@ def _recomputing_class(plain: type[keras.Layer]) -> type[keras.Layer]:
     def recomputed(name):
         method = getattr(plain, name)
 
-        @functools.wraps(method)
+        @recomputation.wraps(method)
         def call(self, *args, **kwargs):
             bound = method.__get__(self)
             return recomputation.recompute(bound)(*args, **kwargs)

@@ -4,6 +4,7 @@ from tfckpt.recomputation.engine import recompute
 from tfckpt.recomputation.errors import RecomputeError
 from tfckpt.recomputation.keeping import PRODUCTS, REDUCTIONS, keep, products
 from tfckpt.recomputation.switch import is_recomputing, no_recompute
+from tfckpt.recomputation.wrapping import wraps
 
 __all__ = [
     "PRODUCTS",
@@ -14,4 +15,5 @@ __all__ = [
     "no_recompute",
     "products",
     "recompute",
+    "wraps",
 ]

@@ -20,7 +20,6 @@ does not record in the forward pass (in a `tf.function` it does).
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +36,7 @@ from tfckpt.recomputation import (
     ordering,
     state,
     switch,
+    wrapping,
 )
 
 
@@ -92,7 +92,7 @@ def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
             f"{fn!r} of type {type(fn).__name__}."
         )
 
-    @functools.wraps(fn, updated=())
+    @wrapping.wraps(fn)
     def recomputed(*args, **kwargs):
         if not switch.wanted() or arguments.is_symbolic((args, kwargs)):
             return _compat.converted(fn)(*args, **kwargs)

@@ -45,6 +45,8 @@ PRODUCTS = frozenset(
     ]
 )
 REDUCTIONS = frozenset(["Max", "Mean", "Min", "Sum"])
+# A shape, say, is no longer than this.
+_MOST_SIZES = 16
 
 
 class _Local(threading.local):
@@ -62,7 +64,8 @@ def keep(tensor: Any) -> Any:
     In a recomputed function or layer (`tfckpt.recompute`, `tfckpt.Recompute`, a
     segment of a `SegmentedModel`), in a graph or compiled by XLA, the tensor
     is not computed again, nor what leads to it alone; it takes its memory
-    until the gradient is computed. Keep what is dear to compute and small:
+    until the gradient is computed (integers that may be sizes, 16 or fewer,
+    are computed again in any case). Keep what is dear to compute and small:
     matrix products and convolutions, before the activation and normalization
     that follow them. Elsewhere, in eager mode, and inside of a loop, a branch
     or an inner `tf.function` of the recomputed function this does nothing.
@@ -161,7 +164,7 @@ class Keeper:
         self, op_type: str, outputs: Sequence[tf.Tensor]
     ) -> Sequence[tf.Tensor]:
         """What an op of the function returns."""
-        if not _is_kept(op_type) or not _all_floating(outputs):
+        if not _is_kept(op_type) or any(map(_may_be_a_size, outputs)):
             return outputs
         if not self._hands_out:
             self.tensors.extend(outputs)
@@ -184,11 +187,12 @@ class Keeper:
         )
 
 
-def _all_floating(outputs):
-    # Integers may be sizes, which a compiler wants to know beforehand.
-    return _local.keeping or all(
-        x.dtype.is_floating or x.dtype.is_complex for x in outputs
-    )
+def _may_be_a_size(tensor):
+    """Whether a compiler may have to know its value beforehand."""
+    if tensor.dtype.is_floating or tensor.dtype.is_complex:
+        return False
+    elements = tensor.shape.num_elements()
+    return elements is None or elements <= _MOST_SIZES
 
 
 def _is_kept(op_type):
