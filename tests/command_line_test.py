@@ -79,7 +79,7 @@ def test_plan_prints_the_report(run):
     assert out.startswith(f"Plan: {len(made.segments)} segments, 8 calls")
     assert "Memory of a step, batch size 64" in out
     assert f"{made.prediction.ratio:.3f}" in out
-    assert "dense3" not in out.replace("dense3  ", "")  # Rows, not calls.
+    assert "dense4" not in out.replace("dense3  ", "")  # Rows, not calls.
 
 
 def test_plan_passes_its_flags_on(run, tmp_path):
@@ -196,7 +196,7 @@ def test_measure_compares_prediction_and_measurement(run):
         "measure", _CHAIN, "--strategy=3", "--repeats=2", "--batch_size=4096"
     )
     assert status == 0, err
-    assert "activations of the process" in out
+    assert "peak of the process above batch 1" in out
     assert "error of the prediction" in out
     assert "seconds of a step" in out
 
@@ -239,6 +239,16 @@ def test_max_batch_finds_the_largest_batches(run):
     with pytest.raises(plan_lib.PlanError):
         fits(batch_size=ours + 1)
     assert f"batch size {ours}" in out
+
+
+def test_max_batch_writes_its_plan(run, tmp_path):
+    path = tmp_path / "plan.json"
+    status, out, err = run(
+        "max_batch", _CHAIN, "--memory_limit=2MiB", f"--output={path}"
+    )
+    assert status == 0, err
+    _, ours = _largest(out)
+    assert plan_lib.Plan.load(path).prediction.batch_size == ours
 
 
 def test_max_batch_says_when_nothing_fits(run):
@@ -358,7 +368,8 @@ def test_examples_name_flags_that_are_there():
         ("plan {m}:chain --input_shape=3,a", 2, "3,a"),
         ("plan {m}:chain --input_shape=3,0", 2, "3,0"),
         ("plan {m}:chain --strategy=sqr", 2, "mean sqrt"),
-        ("plan {m}:chain --strategy=dense99", 1, "dense99"),
+        ("plan {m}:chain --strategy=dense99", 1, "dense99.*sqrt, min_memory"),
+        ("plan {m}:chain --memory_budget=1", 1, "fraction.* 1.0"),
         ("plan {m}:chain --strategy=budget", 1, "memory_budget"),
         ("plan {m}:chain --memory_budget=0.0001", 1, "east"),
         ("plan {m}:chain --target=v9", 1, "v5e"),

@@ -221,7 +221,7 @@ def test_predictions_stand_beside_measurements():
     ]
     ratio = 50 / 220 / 0.3 - 1
     assert cells == [
-        ["activations of the process", "60 MiB", "200 MiB", "0.300"],
+        ["peak of the process above batch 1", "60 MiB", "200 MiB", "0.300"],
         ["as predicted", "50 MiB", "220 MiB", f"{50 / 220:.3f}"],
         ["error of the prediction", "-16.7%", "+10.0%", f"{ratio:+.1%}"],
         ["seconds of a step", "1.3 s", "1 s", "1.300 (1.200 to 1.800)"],

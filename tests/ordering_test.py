@@ -76,3 +76,31 @@ def test_the_barrier_is_placed_for_xla_alone(jit_compile):
     graph = step.get_concrete_function(tf.TensorSpec([2])).graph
     types = [op.type for op in graph.get_operations()]
     assert ("XlaOptimizationBarrier" in types) == jit_compile
+
+
+def test_what_comes_before_waits_for_all_gradients_of_a_segment():
+    """Else a graph puts off weights' gradients, and their activations stay."""
+    weight = tf.Variable(tf.ones([3, 3]))
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tfckpt.recompute(lambda x, w: tf.tanh(x @ w))(x, weight.value())
+            loss = tf.reduce_sum(y**2)
+        return tape.gradient(loss, [x, weight])
+
+    graph = step.get_concrete_function(tf.TensorSpec([2, 3])).graph
+    of_x, of_weight = (x.op for x in graph.outputs)
+
+    def awaited(op, found):
+        for before in (*op.control_inputs, *(x.op for x in op.inputs)):
+            if before not in found:
+                found.add(before)
+                awaited(before, found)
+        return found
+
+    while of_weight.type == "Identity":
+        of_weight = of_weight.inputs[0].op
+    assert of_weight.type == "MatMul"
+    assert of_weight in awaited(of_x, set())

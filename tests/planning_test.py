@@ -64,6 +64,22 @@ def test_a_size_is_everything_on_the_device():
     assert text == plan
 
 
+def test_a_plan_says_when_gradients_of_weights_set_the_peak():
+    def notes(batch_size):
+        x = inputs = keras.Input((256,))
+        for _ in range(8):
+            x = layers.Dense(256, "tanh")(x)
+        plan = tfckpt.make_plan(
+            keras.Model(inputs, x), batch_size=batch_size, strategy=3
+        )
+        known = plan.prediction
+        assert known.peak_bytes < known.plain_bytes
+        return " ".join(known.notes)
+
+    assert "gradients of weights set the peak" in notes(16)
+    assert "gradients of weights set the peak" not in notes(4096)
+
+
 def test_nothing_is_recomputed_where_all_fits():
     plan = tfckpt.make_plan(_residual(), batch_size=8, memory_budget="1GiB")
     assert not any(segment.recomputed for segment in plan.segments)

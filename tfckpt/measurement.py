@@ -82,7 +82,7 @@ class Measurement:
             "ratio",
         )
         measured = self.peak_bytes, self.plain_bytes, self.ratio
-        self._add_row(made, f"activations of the {self.place}", measured)
+        self._add_row(made, f"peak of the {self.place} above batch 1", measured)
         known = self.prediction
         if known is not None:
             predicted = (

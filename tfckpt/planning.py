@@ -271,6 +271,12 @@ def _limit(budget, costs, plain):
             f"inputs {units.format_size(costs.input_bytes)}. Use a smaller "
             "model or optimizer state, or give more than "
             f"{units.format_size(fixed)}."
+            + (
+                f" As a fraction of activation memory {budget} is written "
+                f"{float(budget)}."
+                if budget <= 1
+                else ""
+            )
         )
     return budget - fixed
 
@@ -319,6 +325,16 @@ def _reported(plan, simulated):
     notes = plan.prediction.notes
     if plan.prediction.peak_bytes > plan.prediction.plain_bytes:
         notes += ("This plan takes more memory than no recomputation does.",)
+    known = plan.prediction
+    saved = known.plain_bytes - known.peak_bytes
+    saved_of_step = known.plain_step_bytes - known.step_bytes
+    if saved > 0 and saved_of_step < saved / 2:
+        notes += (
+            "The gradients of weights set the peak of a step, which is lower "
+            f"by {units.format_size(max(0, saved_of_step))}, not by the "
+            f"{units.format_size(saved)} of activations. Larger batches gain "
+            "more.",
+        )
     return dataclasses.replace(
         plan,
         prediction=dataclasses.replace(

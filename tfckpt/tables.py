@@ -49,18 +49,17 @@ def segment_table(plan: plan_lib.Plan, verbose: bool) -> rich.table.Table:
     made = new_table(
         "Segments",
         "",
-        "first call",
-        "last call",
+        "first … last call",
         "recomputed",
         "calls",
         "GFLOP",
         "kept MiB",
         "boundary MiB",
-        left=4,
+        left=3,
     )
     for number, column in enumerate(made.columns):
-        # Where the table is too wide, only the calls get narrower.
-        column.no_wrap = number not in (1, 2)
+        # Where the table is too wide, only the calls are broken into lines.
+        column.no_wrap = number != 1
     rows = list(enumerate(plan.segments, 1))
     hidden = []
     if len(rows) > _SEGMENTS and not verbose:
@@ -78,10 +77,7 @@ def _segment_rows(segment, number) -> Iterator[tuple[Any, ...]]:
     first, *others = segment.calls
     yield (
         number,
-        rich.text.Text(first, no_wrap=True, overflow="ellipsis"),
-        rich.text.Text(
-            others[-1] if others else "", no_wrap=True, overflow="ellipsis"
-        ),
+        rich.text.Text(" … ".join([first, *others[-1:]]), overflow="fold"),
         _how(segment),
         f"{len(segment.calls):,}",
         gflop(segment.forward_flops),
@@ -115,7 +111,6 @@ def _elided(segments):
     return (
         "…",
         f"{len(segments):,} more",
-        "…",
         "",
         f"{sum(len(s.calls) for s in segments):,}",
         gflop(total("forward_flops")),

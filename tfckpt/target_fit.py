@@ -50,6 +50,34 @@ def gradient_step(model: Any) -> Callable[..., Any]:
     return step
 
 
+def compiled_step(
+    model: Any, shapes: Sequence[Sequence[int]], target: str
+) -> memory.CompiledMemory | None:
+    """Returns what a model's step takes as compiled for a target.
+
+    Args:
+        model: The model.
+        shapes: Shapes of its inputs, flat, with the batch dimension.
+        target: Name of the target.
+
+    Returns:
+        Its memory without optimizer state; None if the compiler, which knows
+        what its device has, finds it too big.
+    """
+    inputs = [
+        tf.TensorSpec(shape, keras.backend.standardize_dtype(x.dtype))
+        for shape, x in zip(shapes, model.inputs, strict=True)
+    ]
+    try:
+        return memory.compiled_memory(
+            gradient_step(model), *inputs, target=target
+        )
+    except memory.CompilationError as error:
+        if _TOO_BIG in str(error):
+            return None
+        raise
+
+
 class _Compiler:
     """Compiles steps of a model for a target, and takes note."""
 
@@ -59,10 +87,7 @@ class _Compiler:
         self._budget = budget
         self._target = target
         self._progress = progress or (lambda line: None)
-        self._inputs = [
-            tf.TensorSpec(shape, keras.backend.standardize_dtype(x.dtype))
-            for shape, x in zip(shapes, functional.inputs, strict=True)
-        ]
+        self._shapes = shapes
         self.plain: int | None = None
         self.trials: list[prediction_lib.Trial] = []
 
@@ -109,14 +134,9 @@ class _Compiler:
 
     def _bytes(self, model):
         """What the compiled step takes; None if it's too big for the device."""
-        try:
-            compiled = memory.compiled_memory(
-                gradient_step(model), *self._inputs, target=self._target
-            )
-        except memory.CompilationError as error:
-            if _TOO_BIG in str(error):
-                return None
-            raise
+        compiled = compiled_step(model, self._shapes, self._target)
+        if compiled is None:
+            return None
         if isinstance(self._budget, float):
             return compiled.temporaries
         # Gradients are among the outputs; the optimizer is not compiled.

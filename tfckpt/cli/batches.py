@@ -4,10 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
-import keras
-import tensorflow as tf
-
-from tfckpt import memory, segmented_model, target_fit
+from tfckpt import segmented_model, target_fit
 from tfckpt import plan as plan_lib
 from tfckpt import prediction as prediction_lib
 from tfckpt.cli import settings
@@ -111,20 +108,9 @@ class Sizes:
         if self._shape is not None:
             shapes = self._shapes(batch_size)
             shapes = [shapes] if isinstance(shapes, tuple) else shapes
-        specs = [
-            tf.TensorSpec(shape, keras.backend.standardize_dtype(x.dtype))
-            for shape, x in zip(shapes, segmented.inputs, strict=True)
-        ]
-        try:
-            found = memory.compiled_memory(
-                target_fit.gradient_step(segmented), *specs, target=self.target
-            )
-        except memory.CompilationError as error:
-            # A compiler that knows its device's memory refuses what is too
-            # big for it.
-            if "RESOURCE_EXHAUSTED" in str(error):
-                return None
-            raise
+        found = target_fit.compiled_step(segmented, shapes, self.target)
+        if found is None:
+            return None
         # The step that is compiled hands its gradients out.
         return found.total + self.predicted(batch_size).optimizer_bytes
 

@@ -8,7 +8,15 @@ from tfckpt import devices, memory, report, tables, units
 from tfckpt import plan as plan_lib
 from tfckpt.cli import batches, bisection, options, progress, settings
 
-FLAGS = ("memory_limit", "target", "input_shape", "measure_costs", "verbose")
+FLAGS = (
+    "memory_limit",
+    "target",
+    "input_shape",
+    "measure_costs",
+    "output",
+    "plot",
+    "verbose",
+)
 
 # A compilation takes seconds to minutes.
 _TOLERANCE = 0.05
@@ -20,6 +28,7 @@ def run(
 ) -> None:
     """Prints the largest batch sizes, and the plan of the largest one."""
     settings.check_targets(values.target)
+    settings.check_files(values)
     limits = {t: _limit(values, t) for t in values.target or [None]}
     model, shape = settings.load_model(values, arguments)
     table = tables.new_table(
@@ -51,6 +60,7 @@ def run(
         if target and len(plans) > 1:
             output.results.rule(target)
         if plan:
+            settings.write(plan, values, target)
             output.results.print(report.table(plan, verbose=values.verbose))
             output.results.print()
     output.results.print(table)

@@ -100,12 +100,21 @@ def make_plan(
     if target and memory_budget is None and strategy in (None, "budget"):
         memory_budget = devices.find(target).usable_bytes
     arguments |= {"memory_budget": memory_budget, "target": target}
-    return planning.make_plan(
-        model,
-        progress=output.log,
-        # What was not asked for is for the function to say.
-        **{k: v for k, v in arguments.items() if v is not None},
-    )
+    try:
+        return planning.make_plan(
+            model,
+            progress=output.log,
+            # What was not asked for is for the function to say.
+            **{k: v for k, v in arguments.items() if v is not None},
+        )
+    except plan_lib.PlanError as error:
+        if not isinstance(strategy, list):
+            raise
+        names = ", ".join(planning.STRATEGIES)
+        raise plan_lib.PlanError(
+            f"{error} (--strategy={','.join(strategy)} was read as call paths; "
+            f"strategies with a name are {names}.)"
+        ) from error
 
 
 def check_targets(names: Sequence[str]) -> None:
