@@ -24,7 +24,7 @@ _ROOMS = {
     "prediction": set(),
     "plan": {"prediction"},
     "simulator": {"costs", "plan", "prediction"},
-    "planners": {"costs", "plan", "simulator"},
+    "planners": {"costs", "plan", "simulator", "units"},
     # A Keras model, read and cut.
     "flattening": {"_compat_graph"},
     "graph": {"_compat_graph", "flattening"},

@@ -430,9 +430,9 @@ def test_speed(blocks, limit):
     assert len(model.calls) >= {60: 600, 200: 2000}[blocks]
     plain = simulator.Simulator(model).plain.peak
     budgets._finder.cache_clear()
-    begin = time.perf_counter()
+    begin = time.process_time()
     made = planners.budget(model, plain // 2)
-    assert time.perf_counter() - begin < limit
+    assert time.process_time() - begin < limit
     planners.min_memory(model)
     planners.frontier(model)
     assert time.perf_counter() - begin < 1.5 * limit

@@ -47,7 +47,7 @@ def test_one_slot_less_is_refused():
     model, _ = _slots(8, 1)
     with pytest.raises(plan.PlanError) as caught:
         planners.recursive(model, 150)
-    for part in ("150 bytes", "The least one takes", "dense_"):
+    for part in ("150 bytes", "The least budget is", "dense_"):
         assert part in str(caught.value)
 
 

@@ -4,9 +4,9 @@ import dataclasses
 import functools
 from typing import Any
 
-from tfckpt import segmented_model, target_fit
 from tfckpt import plan as plan_lib
 from tfckpt import prediction as prediction_lib
+from tfckpt import segmented_model, target_fit
 from tfckpt.cli import settings
 
 

@@ -12,14 +12,13 @@ may be kept for itself and run again at any time.
 
 import dataclasses
 import functools
-import operator
 
 import numpy as np
 
 from tfckpt import costs as costs_lib
 from tfckpt import plan as plan_lib
 from tfckpt import simulator as simulator_lib
-from tfckpt.planners import by_bytes, cuts, finish
+from tfckpt.planners import by_bytes, checks, cuts, finish
 from tfckpt.planners import search as search_lib
 from tfckpt.planners import tables as tables_lib
 
@@ -271,24 +270,13 @@ def _only_where_needed(table, allowed):
 
 
 def _checked(budget_bytes, finder):
-    try:
-        size = operator.index(budget_bytes)
-    except TypeError:
-        size = -1
-    if size < 0 or isinstance(budget_bytes, bool):
-        raise plan_lib.PlanError(
-            "A budget is a whole number of bytes, 0 or more. Received: "
-            f"{budget_bytes!r} of type {type(budget_bytes).__name__}."
-        )
+    size = checks.budget(budget_bytes)
     if size < finder.least:
-        walk = finder.simulator.walk(finder.made(finder.least))
-        plain = finder.simulator.plain.peak
-        path = finder.simulator.costs.paths[walk.peak_call]
-        raise plan_lib.PlanError(
-            f"No plan takes {size} bytes of activation memory. The least "
-            f"budget is {finder.least} bytes, {finder.least / plain:.3f} of "
-            f"what the plain step takes; {path!r} sets it "
-            f"({walk.peak_phase} pass). Ask for that, reduce the batch size, "
-            'or use nested segments (the "recursive" strategy).'
+        raise checks.too_small(
+            size,
+            finder.made(finder.least),
+            finder.simulator,
+            "reduce the batch size, or use nested segments (the "
+            '"recursive" strategy)',
         )
     return size

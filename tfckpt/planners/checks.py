@@ -4,7 +4,7 @@ import operator
 
 import numpy as np
 
-from tfckpt import plan
+from tfckpt import plan, units
 
 
 def paths(paths):
@@ -68,3 +68,42 @@ def whole(name, value):
             f"type {type(value).__name__}."
         )
     return number
+
+
+def budget(value):
+    """Returns a budget in bytes, or raises a PlanError."""
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = -1
+    if size < 0 or isinstance(value, (bool, np.bool_)):
+        raise plan.PlanError(
+            "A budget is a whole number of bytes, 0 or more. Received: "
+            f"{value!r} of type {type(value).__name__}."
+        )
+    return size
+
+
+def too_small(size, least, simulator, advice):
+    """Returns the PlanError for a budget that can't be met.
+
+    Args:
+        size: The budget in bytes.
+        least: The plan that needs least.
+        simulator: The simulator of the model.
+        advice: What else may be done, a clause.
+    """
+    walk = simulator.walk(least)
+    return plan.PlanError(
+        f"No plan takes {_described(size)} of activation memory. The least "
+        f"budget is {_described(walk.peak)}, "
+        f"{walk.peak / simulator.plain.peak:.3f} of what the plain step takes; "
+        f"{simulator.costs.paths[walk.peak_call]!r} sets it "
+        f"({walk.peak_phase} pass). Ask for that, {advice}."
+    )
+
+
+def _described(size):
+    # Exactly, so that it can be asked for.
+    rounded = units.format_size(size)
+    return f"{size} bytes" + ("" if size < 1024 else f" ({rounded})")

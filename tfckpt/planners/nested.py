@@ -16,14 +16,12 @@ Optimal where tensors live across cuts as in a chain, but for rounding to a
 grid of bytes; kept products are not considered. Elsewhere an upper bound.
 """
 
-import operator
-
 import numpy as np
 
 from tfckpt import costs as costs_lib
 from tfckpt import plan as plan_lib
 from tfckpt import simulator as simulator_lib
-from tfckpt.planners import cuts, finish
+from tfckpt.planners import checks, cuts, finish
 from tfckpt.planners import search as search_lib
 from tfckpt.planners import tables as tables_lib
 
@@ -70,11 +68,13 @@ def recursive(
         plan = nest.least()
         least = simulator.walk(plan).peak
     else:
-        size = _checked(budget_bytes)
+        size = checks.budget(budget_bytes)
         plan = nest.plan(min(size, simulator.plain.peak))
         least = None
         if plan is None:
-            raise plan_lib.PlanError(_too_small(simulator, nest.least(), size))
+            raise checks.too_small(
+                size, nest.least(), simulator, "or reduce the batch size"
+            )
     return finish.finished(simulator, plan, least_bytes=least)
 
 
@@ -218,28 +218,3 @@ class _Nest:
             )
             room = min(room - int(-(-shift // grid)), values.shape[2] - 1)
             start = middle
-
-
-def _checked(budget_bytes):
-    try:
-        size = operator.index(budget_bytes)
-    except TypeError:
-        size = -1
-    if size < 0 or isinstance(budget_bytes, bool):
-        raise plan_lib.PlanError(
-            "A budget is a whole number of bytes, 0 or more, or None. "
-            f"Received: {budget_bytes!r} of type "
-            f"{type(budget_bytes).__name__}."
-        )
-    return size
-
-
-def _too_small(simulator, plan, size):
-    walk = simulator.walk(plan)
-    return (
-        f"No nested plan was found for {size} bytes of activation memory. The "
-        f"least one takes {walk.peak} bytes, "
-        f"{walk.peak / simulator.plain.peak:.3f} of what the plain step takes; "
-        f"{simulator.costs.paths[walk.peak_call]!r} sets it "
-        f"({walk.peak_phase}). Ask for that, or reduce the batch size."
-    )
