@@ -1,6 +1,7 @@
 """Measured memory and time of a step, and what they leave alone."""
 
 import dataclasses
+import importlib
 import random
 
 import keras
@@ -131,6 +132,31 @@ def test_the_plan_of_the_copy_is_that_of_the_model(tmp_path):
     measurement._write(model, (x, None), tmp_path)
     copy, _ = measured_step._load(str(tmp_path), False, None)
     assert copy.plan == model.plan
+
+
+_OWN = """
+import keras
+
+@keras.saving.register_keras_serializable("own")
+class Twice(keras.layers.Layer):
+    def call(self, x):
+        return keras.ops.tanh(x * 2.0)
+"""
+
+
+def test_a_fresh_process_imports_the_modules_of_registered_classes(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "own_layers.py").write_text(_OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    own_layers = importlib.import_module("own_layers")
+    x = inputs = keras.Input((64,))
+    for _ in range(6):
+        x = own_layers.Twice()(keras.layers.Dense(64)(x))
+    model = tfckpt.SegmentedModel(inputs, x, plan=2)
+    found = measurement.measure(model, np.ones((64, 64), np.float32), repeats=1)
+    assert not found.notes
+    assert found.peak_bytes is not None
 
 
 def test_what_a_fresh_process_cannot_load_is_timed_here(capfd):

@@ -1,5 +1,7 @@
 """`make_plan`: budgets kept, strategies, refusals, and plans that are run."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -92,8 +94,26 @@ def test_a_budget_that_cannot_be_met_names_the_least_and_its_layer():
         tfckpt.make_plan(model, batch_size=32, memory_budget=0.05)
     names = [layer.name for layer in model.layers]
     assert any(f"'{name}' sets it" in str(caught.value) for name in names)
-    with pytest.raises(tfckpt.PlanError, match="no plan can change: weights"):
+    least = float(re.search(r"least budget is ([\d.]+)", str(caught.value))[1])
+    tfckpt.make_plan(model, batch_size=32, memory_budget=least)
+    with pytest.raises(tfckpt.PlanError):
+        tfckpt.make_plan(model, batch_size=32, memory_budget=least - 0.002)
+
+
+def test_a_size_that_cannot_be_met_names_the_least_for_everything():
+    model = _residual()
+    for strategy in ("budget", "sqrt", "recursive"):
+        with pytest.raises(tfckpt.PlanError, match="no plan can change: we"):
+            tfckpt.make_plan(
+                model, batch_size=32, memory_budget=1024, strategy=strategy
+            )
+    with pytest.raises(tfckpt.PlanError, match="which '.*' sets") as caught:
         tfckpt.make_plan(model, batch_size=32, memory_budget="10KiB")
+    least = int(re.search(r"least budget is (\d+)", str(caught.value))[1])
+    plan = tfckpt.make_plan(model, batch_size=32, memory_budget=least)
+    assert plan.prediction.total_bytes <= least
+    with pytest.raises(tfckpt.PlanError, match=f"least budget is {least}"):
+        tfckpt.make_plan(model, batch_size=32, memory_budget=least - 1)
 
 
 @pytest.mark.parametrize(

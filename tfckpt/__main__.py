@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import rich.console
 from absl import app, flags
 
+import tfckpt
 from tfckpt import memory
 from tfckpt.cli import (
     max_batch,
@@ -101,6 +102,9 @@ def _main(arguments, output):
     name, *rest = arguments or ["--help"]
     if name in ("--help", "-h", "help"):
         output.results.print(_overview(), markup=False, highlight=False)
+        return 0
+    if name == "--version":
+        output.results.print(f"tfckpt {tfckpt.__version__}", highlight=False)
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)

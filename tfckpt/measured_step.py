@@ -5,7 +5,9 @@ functions run in fresh processes: what a process once freed it uses again, so
 that a second figure from the same one would be too small.
 """
 
+import contextlib
 import gc
+import importlib
 import math
 import pathlib
 import pickle
@@ -71,7 +73,11 @@ def step_seconds(
 def _load(folder, plain, examples):
     folder = pathlib.Path(folder)
     with open(folder / DATA, "rb") as file:
-        x, y, compiled = pickle.load(file)
+        modules, x, y, compiled = pickle.load(file)
+    for name in modules:
+        # What can't be imported may not be needed.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     # It is the caller's own model, saved a moment ago: its lambdas may run.
     # Its optimizer is made anew, as one that was never built can't be read.
     model = keras.saving.load_model(

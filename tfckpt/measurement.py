@@ -211,7 +211,9 @@ def _times(folder, repeats, compare, device, notes):
     except Exception as error:  # Whatever a copy of a user's model raises.
         raise memory.MeasurementError(
             "A copy of the model, saved and read again, could not be trained: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error} (classes of your own have to be "
+            "registered, by keras.saving.register_keras_serializable, in a "
+            "module that can be imported)"
         ) from error
 
 
@@ -221,10 +223,22 @@ def _write(model, data, folder):
     compiled = model.get_compile_config() if own else None
     model.save(folder / measured_step.MODEL)
     with open(folder / measured_step.DATA, "wb") as file:
-        pickle.dump((x, y, compiled), file)
+        pickle.dump((_modules(), x, y, compiled), file)
     plan = getattr(model, "plan", None)
     if isinstance(plan, plan_lib.Plan):
         plan.save(folder / measured_step.PLAN)
+
+
+def _modules():
+    """Modules that register classes and functions, for a new process."""
+    found = keras.saving.get_custom_objects().values()
+    names = dict.fromkeys(getattr(each, "__module__", None) for each in found)
+    return [
+        name
+        for name in names
+        # What is defined in a script, no other process can import.
+        if name and name.split(".")[0] not in ("__main__", "builtins", "keras")
+    ]
 
 
 def _prediction(model, batch_size, notes):

@@ -261,7 +261,10 @@ class Plan:
             text = pathlib.Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise PlanError(f"'{path}' holds no plan: {error}.") from error
-        return cls.from_json(text)
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"'{path}' holds no plan: {error}") from error
 
 
 def _segment_from_config(config):

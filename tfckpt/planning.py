@@ -1,6 +1,7 @@
 """A plan for a model: its graph, its costs, a planner, the compiler's check."""
 
 import dataclasses
+import difflib
 import math
 import operator
 import os
@@ -108,6 +109,8 @@ def make_plan(
         )
     simulated = simulator.Simulator(costs)
     limit = _limit(budget, costs, simulated.plain.peak)
+    if limit is not None and limit < 0:
+        raise _too_small(budget, simulated)
     if target is not None and strategy == "budget":
         plan = target_fit.fit(
             functional,
@@ -118,7 +121,12 @@ def make_plan(
             progress=progress,
         )
     else:
-        plan = _choose(strategy, costs, limit, functional, shapes)
+        try:
+            plan = _choose(strategy, costs, limit, functional, shapes)
+        except plan_lib.PlanError as error:
+            if strategy == "budget" and isinstance(budget, int):
+                raise _too_small(budget, simulated) from error
+            raise
         if target is None:  # else its compiler decides
             _check_fits(plan, strategy, simulated, limit)
         if target is not None:
@@ -228,10 +236,12 @@ def _checked_budget(memory_budget):
 
 def _check_strategy(strategy, budget):
     if isinstance(strategy, str) and strategy not in STRATEGIES:
+        near = difflib.get_close_matches(strategy, STRATEGIES, n=1, cutoff=0.5)
         raise plan_lib.PlanError(
             f"`strategy` is one of {', '.join(STRATEGIES)}, a number of "
             "segments, a list of call paths or a function of the costs. "
             f"Received: {strategy!r}."
+            + (f" Did you mean {near[0]!r}?" if near else "")
         )
     if strategy == "budget" and budget is None:
         raise plan_lib.PlanError(
@@ -255,30 +265,33 @@ def _limit(budget, costs, plain):
         return None
     if isinstance(budget, float):
         return math.floor(budget * plain)
-    fixed = (
-        costs.weight_bytes
-        + costs.gradient_bytes
-        + costs.optimizer_bytes
-        + costs.input_bytes
-    )
-    if budget <= fixed:
-        raise plan_lib.PlanError(
-            f"A budget of {units.format_size(budget)} does not hold what no "
-            "plan can change: "
-            f"weights {units.format_size(costs.weight_bytes)}, "
-            f"gradients {units.format_size(costs.gradient_bytes)}, "
-            f"optimizer state {units.format_size(costs.optimizer_bytes)}, "
-            f"inputs {units.format_size(costs.input_bytes)}. Use a smaller "
-            "model or optimizer state, or give more than "
-            f"{units.format_size(fixed)}."
-            + (
-                f" As a fraction of activation memory {budget} is written "
-                f"{float(budget)}."
-                if budget <= 1
-                else ""
-            )
+    return budget - costs.fixed_bytes
+
+
+def _too_small(budget, simulated):
+    """The error for a size: it is for everything, and so is the least one."""
+    costs = simulated.costs
+    least = planners.min_memory(costs).prediction.least_bytes
+    walk = simulated.walk(planners.budget(costs, least))
+    needed = least + costs.fixed_bytes
+    size = units.format_size
+    return plan_lib.PlanError(
+        f"No plan fits a step into {size(budget)}. The least budget is "
+        f"{needed} bytes ({size(needed)}): activations {size(least)}, which "
+        f"{costs.paths[walk.peak_call]!r} sets ({walk.peak_phase} pass), and "
+        "what no plan can change: "
+        f"weights {size(costs.weight_bytes)}, "
+        f"gradients {size(costs.gradient_bytes)}, "
+        f"optimizer state {size(costs.optimizer_bytes)}, "
+        f"inputs {size(costs.input_bytes)}. Give that, or use a smaller batch "
+        "size, model or optimizer state."
+        + (
+            f" As a fraction of activation memory {budget} is written "
+            f"{float(budget)}."
+            if budget <= 1
+            else ""
         )
-    return budget - fixed
+    )
 
 
 def _choose(strategy, costs, limit, functional, shapes):

@@ -5,6 +5,7 @@ else it stays open until the first batch, or until `input_shape` tells.
 """
 
 import contextlib
+import difflib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -159,7 +160,8 @@ def _meant(text):
             f" tfckpt.make_plan(model, strategy={text!r}, batch_size=...) "
             "makes such a plan."
         )
-    return f" Did you mean [{text!r}]?"
+    near = difflib.get_close_matches(text, ["sqrt"], n=1)
+    return f" Did you mean {(near or [[text]])[0]!r}?"
 
 
 def flat_shapes(model: Any, input_shape: Any) -> list[tuple[Any, ...]] | None:

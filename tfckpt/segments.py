@@ -357,5 +357,7 @@ def check_fits(graph: graph_lib.Graph, plan: plan_lib.Plan) -> None:
                 else "the same calls run in another order. "
             )
             + f"The plan has {len(plan.calls)} calls, the model "
-            f"{len(graph.paths)}. Make the plan from this model."
+            f"{len(graph.paths)}. Make the plan from this model. (Names that "
+            "Keras numbers are the same after keras.utils.clear_session(), or "
+            "give the layers names.)"
         )

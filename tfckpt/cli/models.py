@@ -118,5 +118,7 @@ def _from_file(name):
         return keras.saving.load_model(path)
     except Exception as error:  # Whatever a file's layers raise.
         raise options.UsageError(
-            f"{name} can't be read: {type(error).__name__}: {error}"
+            f"{name} can't be read, without the module of classes that it "
+            "holds: name a function that loads it instead, package.module:"
+            f"function. {type(error).__name__}: {error}"
         ) from error

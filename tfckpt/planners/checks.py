@@ -1,5 +1,6 @@
 """Checks of what planners are given."""
 
+import math
 import operator
 
 import numpy as np
@@ -94,11 +95,13 @@ def too_small(size, least, simulator, advice):
         advice: What else may be done, a clause.
     """
     walk = simulator.walk(least)
+    # Not less than it takes, so that it can be asked for.
+    path = simulator.costs.paths[walk.peak_call]
+    fraction = math.ceil(1000 * walk.peak / simulator.plain.peak) / 1000
     return plan.PlanError(
         f"No plan takes {_described(size)} of activation memory. The least "
-        f"budget is {_described(walk.peak)}, "
-        f"{walk.peak / simulator.plain.peak:.3f} of what the plain step takes; "
-        f"{simulator.costs.paths[walk.peak_call]!r} sets it "
+        f"budget is {fraction:.3f} of the plain step's activation memory, "
+        f"{_described(walk.peak)}; {path!r} sets it "
         f"({walk.peak_phase} pass). Ask for that, {advice}."
     )
 
