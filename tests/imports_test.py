@@ -21,8 +21,9 @@ _ROOMS = {
     "devices": {"memory", "units"},
     # Plain data and algorithms.
     "costs": set(),
-    "prediction": set(),
-    "plan": {"prediction"},
+    "fields": set(),
+    "prediction": {"fields"},
+    "plan": {"fields", "prediction"},
     "simulator": {"costs", "plan", "prediction"},
     "planners": {"costs", "plan", "simulator", "units"},
     # A Keras model, read and cut.

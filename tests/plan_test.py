@@ -1,8 +1,12 @@
 """Plans as data: checks, files, the table."""
 
+import dataclasses
+import json
+
 import pytest
 
 from tfckpt import plan
+from tfckpt import prediction as prediction_lib
 
 
 def _plan(*segments):
@@ -78,6 +82,48 @@ def test_summary():
 def test_a_config_that_is_wrong_is_a_plan_error(config):
     with pytest.raises(plan.PlanError, match="entry that is wrong"):
         plan.Plan.from_config(config)
+
+
+def _wrong_configs():
+    prediction = prediction_lib.Prediction(
+        8, 60, 240, 40, frontier=((40, 0.3),), timeline=((0.0, 1),)
+    )
+    trial = prediction_lib.Trial("v5e", None, 3, 0.1, True)
+    right = plan.Plan(
+        (plan.Segment(["a"], kept=["a"], output_bytes=3),),
+        dataclasses.replace(prediction, trials=(trial,)),
+    ).to_json()
+    assert plan.Plan.from_json(right).to_json() == right
+    where = {
+        "segment": lambda config: config["segments"][0],
+        "prediction": lambda config: config["prediction"],
+        "trial": lambda config: config["prediction"]["trials"][0],
+    }
+    for place, find in where.items():
+        for name in find(json.loads(right)):
+            for wrong in ({"a": 1}, -1, float("nan"), [[1]], "x"):
+                config = json.loads(right)
+                field = find(config)
+                if isinstance(field[name], str) and wrong == "x":
+                    continue
+                field[name] = wrong
+                yield pytest.param(config, id=f"{place}-{name}-{wrong}")
+
+
+@pytest.mark.parametrize("config", [*_wrong_configs()])
+def test_values_of_another_type_are_plan_errors(config):
+    with pytest.raises(plan.PlanError, match="wrong|Segment"):
+        plan.Plan.from_config(config)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100000, '{"format": 2, "segments": [], "more": 1}']
+)
+def test_text_that_is_no_plan_is_a_plan_error(text, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(plan.PlanError, match="plan.json' holds no plan"):
+        plan.Plan.load(path)
 
 
 def test_a_file_that_is_no_text_is_a_plan_error(tmp_path):

@@ -124,14 +124,23 @@ def test_a_budget_that_is_none_is_refused(wrong):
         tfckpt.make_plan(_residual(1), batch_size=2, memory_budget=wrong)
 
 
-@pytest.mark.parametrize("wrong", [0, -3, 2.5, None, True, "8"])
+@pytest.mark.parametrize("wrong", [0, -3, 2.5, None, True, "8", 2**62])
 def test_a_batch_size_that_is_none_is_refused(wrong):
     with pytest.raises(tfckpt.PlanError, match="`batch_size`.*Received"):
         tfckpt.make_plan(_residual(1), batch_size=wrong)
 
 
+def test_a_model_that_can_not_be_built_is_refused():
+    model = keras.Sequential([layers.Dense(3)])
+    with pytest.raises(tfckpt.PlanError, match=r"\(4,\).*with the batch"):
+        tfckpt.make_plan(model, batch_size=4, input_shape=(4,))
+    model = keras.Sequential([layers.Dense(3)])
+    assert tfckpt.make_plan(model, batch_size=4, input_shape=(None, 4)).segments
+
+
 def test_numbers_of_numpy_are_numbers():
     model = _residual(2)
+    assert tfckpt.make_plan(model, batch_size=np.array(8)).segments
     a = tfckpt.make_plan(
         model, batch_size=np.int64(8), memory_budget=np.float64(0.9)
     )

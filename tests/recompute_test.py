@@ -1225,6 +1225,23 @@ def test_losses_find_the_logits_of_probabilities(
 
     _check_wrapped(fn, [X], mode)
 
+    def through(wrap, x):
+        """As an argument, and handed on."""
+        block = wrap(lambda p: (loss(tf.eye(4, 3), p), p, 2.0 * p))
+        if nested:
+            inner = block
+            block = wrap(lambda p: inner(p))
+        inside, probabilities, _ = block(activation(60.0 * x))
+        return inside, loss(tf.eye(4, 3), probabilities)
+
+    _check_wrapped(through, [X], mode)
+
+    def kept(wrap, x):
+        block = wrap(lambda x: tfckpt.keep(activation(tf.sin(60.0 * x))))
+        return loss(tf.eye(4, 3), block(x))
+
+    _check_wrapped(kept, [X], mode)
+
 
 @modes
 def test_probabilities_from_outside_keep_their_gradient(mode):
@@ -1261,3 +1278,48 @@ def test_given_to_a_tf_function_it_is_still_recomputed(mode):
     assert runs == [False, True]
     assert str(inspect.signature(block)) == "(x, scale: float = 2.0)"
     assert block.__name__ == "block"
+
+
+@modes
+@pytest.mark.parametrize("persistent", [False, True])
+def test_raw_variables_that_only_a_recomputed_function_reads(persistent, mode):
+    """Tapes find them by themselves, without being told to watch them."""
+    weight = tf.Variable(tf.ones([3, 2]))
+    fixed = tf.Variable(tf.ones([2]), trainable=False)
+
+    def step(x, wrap, watch):
+        with tf.GradientTape(
+            persistent=persistent, watch_accessed_variables=watch
+        ) as tape:
+            y = wrap(lambda x: tf.tanh(x @ weight) * fixed)(x)
+            loss = tf.reduce_sum(y**2)
+        found = tape.gradient(loss, [weight, fixed])
+        return [g if g is None else tf.identity(g) for g in found]
+
+    for watch in (True, False):
+        plain, ours = (
+            equality.compiled(
+                lambda x, wrap=wrap, watch=watch: [
+                    tf.zeros([]) if g is None else g
+                    for g in step(x, wrap, watch)
+                ],
+                mode,
+            )(X)
+            for wrap in (lambda fn: fn, tfckpt.recompute)
+        )
+        assert plain[0].shape == ([3, 2] if watch else [])
+        for a, b in zip(plain, ours, strict=True):
+            assert a.shape == b.shape
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_a_tf_function_is_traced_in_the_first_run_alone():
+    scale = tf.constant(2.0)
+    inner = tf.function(lambda x: tf.sin(x * scale) * 3.0)
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            tape.watch(X)
+            y = tfckpt.recompute(inner)(X)
+        np.testing.assert_allclose(
+            tape.gradient(y, X), 6 * tf.cos(2 * X), rtol=1e-6
+        )

@@ -705,3 +705,33 @@ def test_wrong_inputs_are_refused_as_in_the_plain_model():
     for each in (model, ours):
         with pytest.raises(ValueError):
             each({"a": np.ones((2, 4)), "b": np.ones((2, 7))})
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("plan", [["p", "b"], ["b"], ["a"]])
+def test_probabilities_that_are_returned_and_read_later(plan, jit_compile):
+    """Keras finds their logits by the op that made them."""
+
+    class Probabilities(keras.layers.Layer):
+        def call(self, x):
+            return tf.nn.softmax(60.0 * x)
+
+    def losses(plan):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        x = keras.layers.Dense(3, name="a")(inputs)
+        p = Probabilities(name="p")(x)
+        y = keras.layers.Dense(3, name="b")(p)
+        y = keras.layers.Dense(3, name="c")(y)
+        model = SegmentedModel(inputs, [p, y], plan=plan)
+        model.compile(
+            "sgd", ["categorical_crossentropy", "mse"], jit_compile=jit_compile
+        )
+        x = np.random.RandomState(0).randn(8, 4).astype("float32")
+        y = np.eye(3, dtype="float32")[np.arange(8) % 3]
+        return model.fit(x, [y, y], epochs=2, verbose=0).history["loss"]
+
+    plain = losses(None)
+    assert plain[0] > 17
+    np.testing.assert_allclose(losses(plan), plain, rtol=1e-5)

@@ -17,6 +17,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfckpt import fields
 from tfckpt import prediction as prediction_lib
 
 _FORMAT = 2
@@ -215,17 +216,19 @@ class Plan:
         if (
             not isinstance(config, Mapping)
             or config.get("format") not in _READABLE
+            or set(config) - {"format", "segments", "prediction"}
         ):
             raise PlanError(
-                f'A plan\'s config is a mapping with "format": {_FORMAT} and '
-                f'"segments". Received: {config!r}.'
+                f'A plan\'s config is a mapping with "format": {_FORMAT}, '
+                f'"segments" and "prediction". Received: {config!r}.'
             )
         prediction = config.get("prediction")
         try:
             return cls(
                 tuple(map(_segment_from_config, config.get("segments", ()))),
-                prediction
-                and prediction_lib.Prediction.from_config(prediction),
+                None
+                if prediction is None
+                else prediction_lib.Prediction.from_config(prediction),
             )
         except (AttributeError, TypeError) as error:
             raise PlanError(
@@ -242,7 +245,7 @@ class Plan:
         """Returns the plan that `to_json` wrote."""
         try:
             config = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise PlanError(f"A plan's JSON can't be read: {error}.") from error
         return cls.from_config(config)
 
@@ -275,6 +278,7 @@ def _segment_from_config(config):
             f"Unknown entries of a segment: {', '.join(unknown)}. "
             f"Expected: {', '.join(sorted(names))}."
         )
+    fields.check(Segment, config)
     inside = tuple(map(_segment_from_config, config.get("segments", ())))
     return Segment(**{**config, "segments": inside})
 

@@ -26,6 +26,8 @@ from tfckpt import costs as costs_lib
 from tfckpt import graph as graph_lib
 from tfckpt import plan as plan_lib
 
+# Bytes of all tensors are to be counted in 64 bits.
+_MOST_EXAMPLES = 2**31
 # What is asked for by name. With "budget", `memory_budget` says which.
 STRATEGIES = ("sqrt", "min_memory", "budget", "recursive", "chen")
 
@@ -94,6 +96,7 @@ def make_plan(
         strategy = "sqrt" if budget is None else "budget"
     _check_strategy(strategy, budget)
     _check_target(target)
+    batch_size = _checked_size(batch_size)
     functional, shapes = _read(model, batch_size, input_shape)
     costs = costs_of(
         model,
@@ -159,6 +162,7 @@ def costs_of(
         measure: Whether to measure times.
         progress: Called with a line for each step that takes long.
     """
+    batch_size = _checked_size(batch_size)
     functional, shapes = _read(model, batch_size, input_shape)
     graph = graph_lib.read(functional)
     costs = cost.of_graph(graph, batch_size=batch_size, shapes=shapes)
@@ -180,23 +184,35 @@ def costs_of(
     )
 
 
-def _read(model, batch_size, input_shape):
-    """The Functional that runs the model, and the shapes of its inputs."""
+def _checked_size(batch_size):
     try:
         size = operator.index(batch_size)
     except TypeError:
         size = 0
-    if isinstance(batch_size, bool) or size < 1:
+    if isinstance(batch_size, bool) or not 1 <= size <= _MOST_EXAMPLES:
         raise plan_lib.PlanError(
-            "`batch_size` is a whole number of examples, 1 or more. "
-            f"Received: {batch_size!r}."
+            "`batch_size` is a whole number of examples, 1 or more, up to "
+            f"{_MOST_EXAMPLES}. Received: {batch_size!r}."
         )
-    batch_size = size
+    return size
+
+
+def _read(model, batch_size, input_shape):
+    """The Functional that runs the model, and the shapes of its inputs."""
     functional = compat.functional_of(model)
     if functional is None:
-        functional = conversion.checked_functional(
-            keras.Model, model, input_shape
-        )
+        try:
+            functional = conversion.checked_functional(
+                keras.Model, model, input_shape
+            )
+        except plan_lib.PlanError:
+            raise
+        except ValueError as error:
+            raise plan_lib.PlanError(
+                f"The model '{model.name}', which is not built, can't be built "
+                f"for input_shape={input_shape!r}: {error} Give the shape with "
+                "the batch dimension, or build the model first."
+            ) from error
     shapes = segmentation.flat_shapes(
         functional, _with_batch(functional, input_shape)
     )

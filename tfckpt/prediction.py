@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from tfckpt import fields
+
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
@@ -124,12 +126,20 @@ class Prediction:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Prediction":
         """Returns the prediction that `dataclasses.asdict` described."""
+        if not isinstance(config, Mapping):
+            raise TypeError(f"A prediction is a mapping. Received: {config!r}.")
+        fields.check(cls, config)
         values = dict(config)
         for name in ("frontier", "timeline", "plain_timeline"):
             values[name] = tuple(map(tuple, values.get(name, ())))
         for name in ("blocked", "notes"):
             values[name] = tuple(values.get(name, ()))
         values["trials"] = tuple(
-            Trial(**trial) for trial in values.get("trials", ())
+            _trial(trial) for trial in values.get("trials", ())
         )
         return cls(**values)
+
+
+def _trial(config):
+    fields.check(Trial, config)
+    return Trial(**config)

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfckpt import _compat
+from tfckpt.recomputation import probabilities
 
 _COMPOSITES = (
     tf.SparseTensor,
@@ -21,9 +22,6 @@ _COMPOSITES = (
     tf.IndexedSlices,
     tf.experimental.ExtensionType,
 )
-
-# Ops of which Keras' cross-entropies take the input in place of the output.
-_PROBABILITIES = {"Sigmoid": tf.nn.sigmoid, "Softmax": tf.nn.softmax}
 
 
 def is_differentiable(tensor: tf.Tensor) -> bool:
@@ -44,10 +42,8 @@ class Structure:
 
     Args:
         value: the structure.
-        made: says of a tensor of a graph whether the function made it. Then
-            probabilities that are the result of `tf.nn` are made again, of
-            their logits, when this is packed: Keras' cross-entropies look for
-            the op that made them, and take its logits.
+        made: says of a tensor whether it may be probabilities that have to
+            be made again when this is packed (see `probabilities`).
 
     Attributes:
         tensors: the tensors in order, then those that they carry, then
@@ -55,7 +51,9 @@ class Structure:
     """
 
     def __init__(
-        self, value: Any, made: Callable[[tf.Tensor], bool] | None = None
+        self,
+        value: Any,
+        made: Callable[[tf.Tensor], bool] = lambda tensor: True,
     ):
         self._leaves = []  # (number of tensors, what to pack them into)
         tensors = []
@@ -89,12 +87,11 @@ class Structure:
                     self.tensors.append(carried)
         self._remade = []  # (position of a tensor, function of its logits)
         for i, tensor in enumerate(tensors):
-            if made is None or not made(tensor):
-                continue
-            make = _PROBABILITIES.get(tensor.op.type)
-            if make and _compat.get_logits(tensor) is None:
+            found = made(tensor) and probabilities.logits_of(tensor)
+            if found:
+                make, logits = found
                 self._remade.append((i, make))
-                self.tensors.append(tensor.op.inputs[0])
+                self.tensors.append(logits)
 
     def pack(self, tensors: list[tf.Tensor]) -> Any:
         """The structure with other tensors in the same places."""

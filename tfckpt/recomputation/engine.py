@@ -162,13 +162,15 @@ class _Recomputation:
             return outputs.pack(tensors[:count])
 
     def _call(self, tensors):
-        args, kwargs = self._inputs.pack(tensors)
+        with observe.unnoticed():
+            args, kwargs = self._inputs.pack(tensors)
         return self._fn(*args, **kwargs)
 
     def _results(self, result, observer):
         # A jacobian's second run may be in a graph where the first was not.
-        made = None if self._eager else observer.made
-        return arguments.Structure(result, made)
+        return arguments.Structure(
+            result, lambda x: not self._eager and observer.made(x)
+        )
 
     def _plainly(self):
         """Without recomputation, which forward mode can't see through."""
@@ -185,13 +187,16 @@ class _Recomputation:
         ]
         self._trace = observer.trace
         self._captured = observer.captured
-        self._variables = observer.raw_variables(
-            [
-                variable
-                for variable in watcher.watched_variables()
-                if variable.ref() not in scope.raw
-            ]
-        )
+        raw = [
+            variable
+            for variable in watcher.watched_variables()
+            if variable.ref() not in scope.raw
+        ]
+        if self._eager:
+            # Tapes follow a variable from where it is read while they record.
+            for variable in raw:
+                variable.read_value()
+        self._variables = observer.raw_variables(raw)
         self._groups = _repeated([*inputs, *self._reads])
         self._grouped = {i for group in self._groups for i in group}
         sources = [*inputs, *reads, *self._captured]

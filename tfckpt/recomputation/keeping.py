@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from tfckpt import _compat
-from tfckpt.recomputation import errors
+from tfckpt.recomputation import errors, probabilities
 
 # What is dear to compute for what it takes to hold: products, and reductions
 # (the moments of a normalization).
@@ -102,6 +102,10 @@ def keep(tensor: Any) -> Any:
 def _keep(tensor):
     if not tf.is_tensor(tensor) or isinstance(tensor, keras.KerasTensor):
         return tensor
+    found = probabilities.logits_of(tensor)
+    if found:
+        make, logits = found
+        return make(_keep(logits))
     _local.keeping, outer = True, _local.keeping
     try:
         kept = tf.identity(tensor)

@@ -181,7 +181,8 @@ class Observer:
         op_type, op_name = _text(op_type), _text(op_name or "")
         attrs = tuple(attrs or ())
         unrepeatable.refuse(op_type, self._label, op_name)
-        if op_type == "Const":
+        traced = graph is not None and self._graph is None
+        if op_type == "Const" and not traced:
             self._note_constant(outputs[0])
         if graph is not self._graph:
             return  # the body of a loop or function, which is traced
