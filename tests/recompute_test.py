@@ -1323,3 +1323,29 @@ def test_a_tf_function_is_traced_in_the_first_run_alone():
         np.testing.assert_allclose(
             tape.gradient(y, X), 6 * tf.cos(2 * X), rtol=1e-6
         )
+
+
+@modes
+def test_probabilities_as_arguments_have_a_gradient_of_their_own(mode):
+    """As in the plain graph, where their logits have another one."""
+
+    def step(x, wrap):
+        equality.exact_graphs()
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            p = tf.nn.softmax(3.0 * x)
+            used, lost = wrap(
+                lambda p: (
+                    p**2,
+                    keras.losses.categorical_crossentropy(tf.eye(4, 3), p),
+                )
+            )(p)
+            loss = tf.reduce_sum(used) + tf.reduce_sum(lost)
+        return tape.gradient(loss, [p, x])
+
+    plain, ours = (
+        equality.compiled(lambda x, wrap=wrap: step(x, wrap), mode)(X)
+        for wrap in (lambda fn: fn, tfckpt.recompute)
+    )
+    for a, b in zip(plain, ours, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

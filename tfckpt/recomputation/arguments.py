@@ -43,7 +43,7 @@ class Structure:
     Args:
         value: the structure.
         made: says of a tensor whether it may be probabilities that have to
-            be made again when this is packed (see `probabilities`).
+            be made again (see `probabilities`).
 
     Attributes:
         tensors: the tensors in order, then those that they carry, then
@@ -85,22 +85,26 @@ class Structure:
                 if isinstance(carried, tf.Tensor):
                     self._carried.append((i, put))
                     self.tensors.append(carried)
-        self._remade = []  # (position of a tensor, function of its logits)
+        self._remade = []  # positions of a tensor and its logits, and how
         for i, tensor in enumerate(tensors):
             found = made(tensor) and probabilities.logits_of(tensor)
             if found:
                 make, logits = found
-                self._remade.append((i, make))
+                self._remade.append((i, len(self.tensors), make))
                 self.tensors.append(logits)
+
+    def remade(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The tensors, with probabilities that are made of their logits."""
+        tensors = list(tensors)
+        for index, logits, make in self._remade:
+            tensors[index] = make(tensors[logits])
+        return tensors
 
     def pack(self, tensors: list[tf.Tensor]) -> Any:
         """The structure with other tensors in the same places."""
-        tensors = list(tensors)
-        others = iter(tensors[self._size :])
+        carried = iter(tensors[self._size :])
         for index, put in self._carried:
-            put(tensors[index], next(others))
-        for index, make in self._remade:
-            tensors[index] = make(next(others))
+            put(tensors[index], next(carried))
         remaining = iter(tensors[: self._size])
         flat = []
         for count, leaf in self._leaves:

@@ -19,8 +19,7 @@ Not done: in eager mode a `tf.GradientTape` that the function itself opens
 does not record in the forward pass (in a `tf.function` it does).
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -36,6 +35,7 @@ from tfckpt.recomputation import (
     ordering,
     state,
     switch,
+    tapes,
     wrapping,
 )
 
@@ -122,12 +122,12 @@ class _Recomputation:
             return self._plainly()
         # Tensors of its own: the function may hold the same ones, and what it
         # reads from outside is differentiated by another way.
-        handed = [tf.identity(tensor) for tensor in inputs]
+        handed = self._remade([tf.identity(tensor) for tensor in inputs])
         keeper = keeping.Keeper(self._label)
         observer = observe.Observer(self._label, handed, keeper)
         with (
             switch.no_recompute(),
-            _unrecorded(),
+            tapes.unrecorded(),
             observer.observing(),
             _compat.watch_variables() as watcher,
             state.ForwardScope(
@@ -159,12 +159,16 @@ class _Recomputation:
         for (layer, _), loss in zip(losses, tensors[count:], strict=True):
             layer.add_loss(loss)
         with observe.unnoticed():
-            return outputs.pack(tensors[:count])
+            tensors = outputs.remade(tensors[:count])
+        return outputs.pack(tensors)
 
     def _call(self, tensors):
-        with observe.unnoticed():
-            args, kwargs = self._inputs.pack(tensors)
+        args, kwargs = self._inputs.pack(tensors)
         return self._fn(*args, **kwargs)
+
+    def _remade(self, inputs):
+        with observe.unnoticed():
+            return self._inputs.remade(inputs)
 
     def _results(self, result, observer):
         # A jacobian's second run may be in a graph where the first was not.
@@ -197,11 +201,11 @@ class _Recomputation:
             for variable in raw:
                 variable.read_value()
         self._variables = observer.raw_variables(raw)
-        self._groups = _repeated([*inputs, *self._reads])
+        self._groups = tapes.repeated([*inputs, *self._reads])
         self._grouped = {i for group in self._groups for i in group}
         sources = [*inputs, *reads, *self._captured]
         sources += [variable.value for variable in self._variables]
-        self._watched = [_may_be_asked_for(tensor) for tensor in sources]
+        self._watched = [tapes.may_be_asked_for(tensor) for tensor in sources]
         return sources
 
     def _attach(self, tensors, sources):
@@ -240,7 +244,7 @@ class _Recomputation:
             zip(places, attached(*sources), strict=True)
         ):
             if len(places) > 1:
-                tensor = _noticed(tensor, i, live)
+                tensor = tapes.noticed(tensor, i, live)
             results[place] = tensor
         return [
             results[first[id(x)]] if arguments.is_differentiable(x) else x
@@ -265,6 +269,9 @@ class _Recomputation:
                 upstream,
             )
             fresh, kept = ordered[: reads.stop], ordered[reads.stop :]
+            # Nothing is watched yet: probabilities have a gradient of their
+            # own, beside that of their logits.
+            fresh[:n_inputs] = self._remade(fresh[:n_inputs])
             leaves = [
                 *fresh,
                 *self._captured,
@@ -285,7 +292,7 @@ class _Recomputation:
             def handed(i):
                 if i not in self._grouped or not self._watched[i]:
                     return leaves[i]
-                return _noticed(leaves[i], i, order)
+                return tapes.noticed(leaves[i], i, order)
 
             def read(position, assigned):
                 i = n_inputs + position
@@ -365,53 +372,6 @@ class _Recomputation:
                 "times: no shapes that depend on data which has changed, no "
                 "counters or random choices in Python."
             )
-
-
-@contextlib.contextmanager
-def _unrecorded() -> Iterator[None]:
-    """Nothing is recorded in eager mode: a tape would keep activations.
-
-    In a graph recording costs no memory, and the function may open a tape of
-    its own.
-    """
-    if not tf.executing_eagerly():
-        yield
-        return
-    with _compat.stopped_recording():
-        yield
-
-
-def _may_be_asked_for(tensor: tf.Tensor) -> bool:
-    """Whether somebody may ask for a gradient with respect to `tensor`.
-
-    In a graph that is not known before it is differentiated; there, what
-    nobody asked for is pruned.
-    """
-    if not arguments.is_differentiable(tensor):
-        return False
-    return not tf.executing_eagerly() or _compat.is_watched(tensor)
-
-
-def _repeated(objects: list[Any]) -> list[list[int]]:
-    """The positions of each object that stands in the list more than once."""
-    positions = {}
-    for i, each in enumerate(objects):
-        positions.setdefault(id(each), []).append(i)
-    return [group for group in positions.values() if len(group) > 1]
-
-
-def _noticed(tensor: tf.Tensor, position: int, met: list[int]) -> tf.Tensor:
-    """An identity that puts `position` into `met` when its gradient comes."""
-
-    @tf.custom_gradient
-    def notice(tensor):
-        def gradient(upstream):
-            met.append(position)
-            return upstream
-
-        return tf.identity(tensor), gradient
-
-    return notice(tensor)
 
 
 def _label(fn: Any) -> str:
