@@ -119,7 +119,8 @@ def by_rule(
         raise plan_lib.PlanError(
             f"{subject} returned {found!r}. Expected: a tfckpt.cost.Traced "
             f"with bytes and alias of {output_count} outputs, positions among "
-            f"{len(inputs)} inputs, and finite numbers that are not negative."
+            f"{len(inputs)} inputs, and Python's numbers, finite and not "
+            "negative."
         )
     return found
 
