@@ -408,6 +408,10 @@ def test_a_missing_extra_is_answered_in_one_line(run, monkeypatch):
     assert 'pip install "tfckpt[plot]"' in err
 
 
+def test_the_version_is_said(run):
+    assert run("--version")[:2] == (0, f"tfckpt {tfckpt.__version__}\n")
+
+
 def test_an_interrupt_ends_quietly(run, monkeypatch):
     def interrupt(*arguments, **others):
         raise KeyboardInterrupt

@@ -3,11 +3,11 @@
 import difflib
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 import rich.console
 from absl import app, flags
 
-import tfckpt
 from tfckpt import memory
 from tfckpt.cli import (
     max_batch,
@@ -104,7 +104,9 @@ def _main(arguments, output):
         output.results.print(_overview(), markup=False, highlight=False)
         return 0
     if name == "--version":
-        output.results.print(f"tfckpt {tfckpt.__version__}", highlight=False)
+        output.results.print(
+            f"tfckpt {metadata.version('tfckpt')}", highlight=False
+        )
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
