@@ -198,6 +198,24 @@ def test_a_recurrent_layer_costs_its_cell_for_each_step(layer):
     assert found[10].saved >= 10 * 4 * 4 * gates * 8
 
 
+def test_ops_take_memory_for_themselves():
+    """A convolution copies its filter, max-pooling looks for maxima again."""
+
+    def workspaces(layer):
+        _, call = _call_of(_around(layer, (8, 8, 64)), layer.name)
+        return call.forward_workspace, call.backward_workspace
+
+    for filters in (64, 128):
+        layer = layers.Conv2D(filters, 3, padding="same", name="conv")
+        forward, backward = workspaces(layer)
+        assert forward == 4 * 9 * 64 * filters
+        # The gradients of input and filter come one after the other.
+        assert 0 < backward <= 4 * 9 * 64 * filters
+    _, backward = workspaces(layers.MaxPooling2D(name="pool"))
+    # The maxima as float32, and their places as int64.
+    assert backward == 4 * 4 * 4 * 64 * (4 + 8)
+
+
 def test_dropout_masks_are_drawn_once_for_all_steps():
     def of_a_step(**options):
         few, many = (
