@@ -106,16 +106,6 @@ class Costs:
         return sum(c.forward_time + c.backward_time for c in self.calls)
 
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes that no plan can change."""
-        return (
-            self.weight_bytes
-            + self.gradient_bytes
-            + self.optimizer_bytes
-            + self.input_bytes
-        )
-
-    @property
     def input_bytes(self) -> int:
         """Bytes of the model's inputs."""
         return sum(self.sizes[key] for key in dict.fromkeys(self.inputs))

@@ -111,7 +111,7 @@ def make_plan(
             "plan. Use plan=None."
         )
     simulated = simulator.Simulator(costs)
-    limit = _limit(budget, costs, simulated.plain.peak)
+    limit = _limit(budget, simulated)
     if limit is not None and limit < 0:
         raise _too_small(budget, simulated)
     if target is not None and strategy == "budget":
@@ -275,13 +275,20 @@ def _check_target(target):
         )
 
 
-def _limit(budget, costs, plain):
+def _limit(budget, simulated):
     """Activation memory in bytes that is within the budget."""
     if budget is None:
         return None
     if isinstance(budget, float):
-        return math.floor(budget * plain)
-    return budget - costs.fixed_bytes
+        return math.floor(budget * simulated.plain.peak)
+    return budget - _fixed_bytes(simulated)
+
+
+def _fixed_bytes(simulated):
+    """Bytes that are the same under every plan."""
+    paths = simulated.costs.paths
+    nothing = plan_lib.Plan((plan_lib.Segment(paths, recomputed=False),))
+    return simulated.predict(nothing).fixed_bytes
 
 
 def _too_small(budget, simulated):
@@ -289,7 +296,7 @@ def _too_small(budget, simulated):
     costs = simulated.costs
     least = planners.min_memory(costs).prediction.least_bytes
     walk = simulated.walk(planners.budget(costs, least))
-    needed = least + costs.fixed_bytes
+    needed = least + _fixed_bytes(simulated)
     size = units.format_size
     return plan_lib.PlanError(
         f"No plan fits a step into {size(budget)}. The least budget is "
