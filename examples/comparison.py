@@ -2,7 +2,7 @@
 
 `--compare` trains without `tfckpt` and with it from one seed, each in a fresh
 process: what a process has once used it may keep, so two trainings in one
-process can't be told apart.
+process can't be told apart. Given micro-batches, `big_batch` compares.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ with _held_back_log():
     import keras
     import tensorflow as tf
 
-    from tfckpt import memory
+    from tfckpt import distribute, memory
 
 # Steps of the runs that show equality, see `compare`.
 EXACT_STEPS = 20
@@ -57,11 +57,13 @@ class UserError(Exception):
     """A mistake of the user's, told in one line and without a traceback."""
 
 
-def define_flags(values, *, batch_size, learning_rate, steps, steps_help):
-    """Defines the flags that both examples have, with their defaults."""
+def define_flags(
+    values, *, batch_size, learning_rate, steps, steps_help, compares=True
+):
+    """Defines the flags that the examples have, with their defaults."""
     options = {"flag_values": values}
     flags.DEFINE_integer(
-        "batch_size", batch_size, "Examples a step.", lower_bound=1, **options
+        "batch_size", batch_size, "Examples a batch.", lower_bound=1, **options
     )
     flags.DEFINE_float(
         "learning_rate",
@@ -86,12 +88,102 @@ def define_flags(values, *, batch_size, learning_rate, steps, steps_help):
         "graphs.",
         **options,
     )
-    flags.DEFINE_bool(
-        "compare",
-        False,
-        "Train with and without tfckpt and print a table of both.",
+    if compares:
+        flags.DEFINE_bool(
+            "compare",
+            False,
+            "Train with and without recomputation and print a table of both; "
+            "given micro-batches, with them and with the big batch that they "
+            "are part of.",
+            **options,
+        )
+    _define_window(values)
+    _define_strategy(values)
+
+
+def _define_window(values):
+    options = {"flag_values": values}
+    flags.DEFINE_integer(
+        "gradient_accumulation_steps",
+        None,
+        "Batches whose gradients make one step: an update of the weights.",
+        lower_bound=1,
         **options,
     )
+    flags.DEFINE_integer(
+        "micro_batches",
+        None,
+        "Parts of each batch that run one after another, to save memory.",
+        lower_bound=1,
+        **options,
+    )
+    flags.register_multi_flags_validator(
+        ["gradient_accumulation_steps", "micro_batches"],
+        lambda given: None in given.values(),
+        "either batches are gathered or each is split, not both",
+        **options,
+    )
+    flags.register_multi_flags_validator(
+        ["batch_size", "micro_batches"],
+        lambda given: (given["micro_batches"] or 1) <= given["batch_size"],
+        "a batch has no more parts than examples",
+        **options,
+    )
+
+
+def _define_strategy(values):
+    options = {"flag_values": values}
+    flags.DEFINE_enum(
+        "strategy",
+        "auto",
+        distribute.NAMES,
+        "Where to train. auto: on the TPU if there is one, on all of several "
+        "GPUs, else on the one device.",
+        **options,
+    )
+    flags.DEFINE_integer(
+        "num_gpus", None, "How many GPUs, if not all.", lower_bound=1, **options
+    )
+    flags.DEFINE_string(
+        "tpu",
+        None,
+        "The TPU: local on a TPU VM, grpc://address:port, or a Cloud TPU's "
+        "name.",
+        **options,
+    )
+
+
+def define_plan(values, paths):
+    """Defines `--plan`, for a model that has these call paths."""
+    flags.DEFINE_string(
+        "plan",
+        "sqrt",
+        "What is recomputed: none, sqrt, a number of segments, or the call "
+        f"paths at which segments end, such as {paths}.",
+        flag_values=values,
+    )
+
+
+def parse_plan(text):
+    """Returns the `plan` of `SegmentedModel` that the flag stands for."""
+    if text in ("none", "sqrt"):
+        return {"none": None, "sqrt": "sqrt"}[text]
+    try:
+        return int(text)
+    except ValueError:
+        return [path.strip() for path in text.split(",")]
+
+
+@contextlib.contextmanager
+def mistakes_of_plan(text):
+    """Makes a plan that the model has not the user's error."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(
+            f"--plan={text}: {error} (It is none, sqrt, a number of "
+            "segments, or call paths with commas between.)"
+        ) from error
 
 
 def run(define, main):
@@ -119,8 +211,22 @@ def run(define, main):
         fail(error, 1)
 
 
+def window(options):
+    """Returns the arguments of `compile` that the flags ask for."""
+    names = "gradient_accumulation_steps", "micro_batches"
+    return {
+        name: getattr(options, name)
+        for name in names
+        if getattr(options, name) is not None
+    }
+
+
 def set_up(options):
-    """Applies the flags that concern the whole process."""
+    """Applies the flags that concern the whole process.
+
+    Returns:
+        The strategy, within whose scope the model is to be made.
+    """
     if options.exact:
         # The order in which operations run side by side changes last bits.
         tf.config.threading.set_inter_op_parallelism_threads(1)
@@ -128,22 +234,45 @@ def set_up(options):
         tf.config.optimizer.set_experimental_options(
             {"disable_meta_optimizer": True}
         )
-    with _held_back_log():
-        tf.config.list_logical_devices()
+    strategy = _strategy(options)
     keras.utils.set_random_seed(options.seed)
     if options.mixed_precision:
         keras.config.set_dtype_policy("mixed_bfloat16")
+    return strategy
+
+
+def _strategy(options):
+    with _held_back_log():
+        try:
+            strategy = distribute.get_strategy(
+                options.strategy, num_gpus=options.num_gpus, tpu=options.tpu
+            )
+            tf.config.list_logical_devices()
+            return strategy
+        except ValueError as error:
+            # The log is no answer to a mistake, so out of its reach.
+            mistake = UserError(error)
+    raise mistake
 
 
 class Meter(keras.callbacks.Callback):
-    """Measures a `fit`: its peak memory and every step's seconds.
+    """Measures a `fit`: its peak memory, every step's seconds and loss.
 
     The memory is that of the first GPU or, without one, of the process. The
     baseline is what is held when the training begins: inputs and weights.
+
+    Args:
+        batches: How many make a step.
+
+    Attributes:
+        losses: The loss of each step so far.
     """
 
-    def __init__(self):
+    def __init__(self, batches=1):
         super().__init__()
+        self._batches = batches
+        self.losses = []
+        self._before = 0.0
         self._stack = contextlib.ExitStack()
         self._peak = None
         self._start = 0.0
@@ -163,14 +292,24 @@ class Meter(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self._seconds.append(time.perf_counter() - self._start)
+        done, rest = divmod(batch + 1, self._batches)
+        if rest == 0:
+            # What is logged is the mean of the epoch so far.
+            total = done * logs["loss"]
+            self.losses.append(total - (self._before if done > 1 else 0.0))
+            self._before = total
 
     def figures(self):
-        """Returns bytes and seconds."""
+        """Returns bytes, and seconds and losses of the steps."""
+        whole = len(self._seconds) // self._batches * self._batches
+        seconds = np.reshape(self._seconds[:whole], [-1, self._batches])
+        seconds = seconds.sum(axis=1).tolist()
         return {
             "above baseline": self._peak.bytes,
             "total": self._peak.baseline + self._peak.bytes,
             # The first steps trace and warm up.
-            "seconds": self._seconds[2:] or self._seconds,
+            "seconds": seconds[2:] or seconds,
+            "losses": self.losses,
         }
 
 
@@ -265,6 +404,15 @@ def compare(program, options, *, plain, ours, smallest):
     console.print(table)
 
 
+def mib(size):
+    return f"{size / _MIB:.0f} MiB"
+
+
+def milliseconds(seconds):
+    low, middle, high = np.percentile(seconds, [10, 50, 90]) * 1e3
+    return f"{middle:.0f} ms ({low:.0f} to {high:.0f})"
+
+
 def comparison_table(plain, ours, floor, *, trained, exact):
     """Returns the table of two runs' figures and their differences."""
     table = rich.table.Table(title="One training without and with tfckpt")
@@ -275,13 +423,6 @@ def comparison_table(plain, ours, floor, *, trained, exact):
     def add(label, values, form):
         ratio = f"{values[1] / values[0]:.2f}" if values[0] > 0 else ""
         table.add_row(label, *map(form, values), ratio)
-
-    def mib(size):
-        return f"{size / _MIB:.0f} MiB"
-
-    def milliseconds(seconds):
-        low, middle, high = np.percentile(seconds, [10, 50, 90]) * 1e3
-        return f"{middle:.0f} ms ({low:.0f} to {high:.0f})"
 
     peaks = [run["above baseline"] for run in (plain, ours)]
     add("peak memory above the baseline", peaks, mib)

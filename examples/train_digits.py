@@ -5,12 +5,15 @@ The images come with scikit-learn, so nothing is downloaded:
     python examples/train_digits.py
     python examples/train_digits.py --compare
     python examples/train_digits.py --plan=block12_out,block24_out --depth=36
+    python examples/train_digits.py --micro_batches=4 --compare
 
-The one line that is about `tfckpt` is in `build_model`.
+The line that is about recomputation is in `build_model`, that about gradient
+accumulation is an argument of `compile`.
 """
 
 import types
 
+import big_batch
 import comparison
 import keras
 import numpy as np
@@ -32,13 +35,7 @@ def define_flags(values=flags.FLAGS):
     )
     flags.adopt_module_key_flags(comparison, values)
     options = {"flag_values": values}
-    flags.DEFINE_string(
-        "plan",
-        "sqrt",
-        "What is recomputed: none, sqrt, a number of segments, or the call "
-        "paths at which segments end, such as block12_out,block24_out.",
-        **options,
-    )
+    comparison.define_plan(values, "block12_out,block24_out")
     flags.DEFINE_enum(
         "dataset",
         "digits",
@@ -49,6 +46,7 @@ def define_flags(values=flags.FLAGS):
     flags.DEFINE_integer(
         "depth", 36, "Residual blocks.", lower_bound=3, **options
     )
+    flags.DEFINE_bool("dropout", True, "Drop features at random.", **options)
     flags.DEFINE_integer("epochs", 12, "Epochs.", lower_bound=1, **options)
 
 
@@ -89,17 +87,7 @@ def _load_cifar10():
     )
 
 
-def parse_plan(text):
-    """Returns the `plan` of `SegmentedModel` that the flag stands for."""
-    if text in ("none", "sqrt"):
-        return {"none": None, "sqrt": "sqrt"}[text]
-    try:
-        return int(text)
-    except ValueError:
-        return [path.strip() for path in text.split(",")]
-
-
-def residual_block(inputs, width, *, stride, name):
+def residual_block(inputs, width, *, stride, rate, name):
     """Two convolutions beside a shortcut."""
 
     def convolution(x, size, stride, part, gamma="ones"):
@@ -121,15 +109,18 @@ def residual_block(inputs, width, *, stride, name):
         shortcut = convolution(inputs, 1, stride, 0)
     x = convolution(inputs, 3, stride, 1)
     x = keras.layers.ReLU(name=f"{name}_relu")(x)
-    x = keras.layers.SpatialDropout2D(0.1, name=f"{name}_dropout")(x)
+    x = keras.layers.SpatialDropout2D(rate, name=f"{name}_dropout")(x)
     # A block that begins as the identity lets very deep networks learn.
     x = convolution(x, 3, 1, 2, gamma="zeros")
     x = keras.layers.Add(name=f"{name}_add")([shortcut, x])
     return keras.layers.ReLU(name=f"{name}_out")(x)
 
 
-def build_model(shape, *, depth, plan, width=16):
+def build_model(
+    shape, *, depth, plan, width=16, dropout=True, accumulates=False
+):
     """Builds a network of `depth` residual blocks at three resolutions."""
+    rate = 0.1 if dropout else 0.0
     inputs = x = keras.Input(shape)
     x = keras.layers.Conv2D(width, 3, padding="same", name="stem_conv")(x)
     for block in range(depth):
@@ -139,64 +130,85 @@ def build_model(shape, *, depth, plan, width=16):
             x,
             width * 2**stage,
             stride=2 if starts else 1,
+            rate=rate,
             name=f"block{block + 1}",
         )
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
-    x = keras.layers.Dropout(0.2, name="dropout")(x)
+    x = keras.layers.Dropout(2 * rate, name="dropout")(x)
     # float32 under mixed precision too: the loss needs the digits.
     outputs = keras.layers.Dense(10, dtype="float32", name="logits")(x)
     model = keras.Model(inputs, outputs, name="digits")
-    if plan is None:
+    if plan is None and not accumulates:
         return model
     return tfckpt.SegmentedModel.from_model(model, plan=plan)
 
 
 def build(options, images):
     """Builds the model for the flags; a plan it has not is the user's error."""
-    try:
+    with comparison.mistakes_of_plan(options.plan):
         return build_model(
-            images.shape[1:], depth=options.depth, plan=parse_plan(options.plan)
+            images.shape[1:],
+            depth=options.depth,
+            plan=comparison.parse_plan(options.plan),
+            dropout=options.dropout,
+            accumulates=bool(comparison.window(options)),
         )
-    except ValueError as error:
+
+
+def batches_of(images, labels, options):
+    """Returns the batches to train on, epochs, and the number of steps."""
+    gathered = options.gradient_accumulation_steps or 1
+    batch_size = min(options.batch_size, len(images))
+    steps = len(images) // (batch_size * gathered)
+    if not steps:
         raise comparison.UserError(
-            f"--plan={options.plan}: {error} (It is none, sqrt, a number of "
-            "segments, or call paths with commas between.)"
-        ) from error
+            f"--gradient_accumulation_steps={gathered} of --batch_size="
+            f"{batch_size} are {batch_size * gathered} images a step, but "
+            f"there are {len(images)}"
+        )
+    batches = tf.data.Dataset.from_tensor_slices((images, labels))
+    batches = batches.shuffle(len(images), seed=options.seed)
+    # Batches of one size are traced once.
+    batches = batches.batch(batch_size, drop_remainder=True)
+    # The images of a step are the same, however many batches it has.
+    batches = batches.take(steps * gathered)
+    if options.steps:
+        batches = batches.repeat().take(options.steps * gathered)
+        return batches.prefetch(2), 1, options.steps
+    return batches.prefetch(2), options.epochs, steps * options.epochs
 
 
 def train(model, images, labels, options, callbacks=()):
     """Trains the model; returns the last epoch's loss."""
-    batch_size = min(options.batch_size, len(images))
-    batches = tf.data.Dataset.from_tensor_slices((images, labels))
-    batches = batches.shuffle(len(images), seed=options.seed)
-    # Batches of one size are traced once.
-    batches = batches.batch(batch_size, drop_remainder=True).prefetch(2)
-    epochs, steps = options.epochs, len(images) // batch_size * options.epochs
-    if options.steps:
-        epochs, steps = 1, options.steps
-        batches = batches.repeat().take(steps)
+    batches, epochs, steps = batches_of(images, labels, options)
+    # Counts updates, not batches.
     schedule = keras.optimizers.schedules.CosineDecay(
         options.learning_rate / 10,
         steps,
         warmup_target=options.learning_rate,
         warmup_steps=steps // 10,
     )
-    model.compile(
-        optimizer=keras.optimizers.SGD(schedule, momentum=0.9, nesterov=True),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-        jit_compile=options.jit_compile,
-    )
+    with model.distribute_strategy.scope():
+        model.compile(
+            optimizer=keras.optimizers.SGD(
+                schedule, momentum=0.9, nesterov=True
+            ),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            jit_compile=options.jit_compile,
+            **comparison.window(options),
+        )
     history = model.fit(
         batches, epochs=epochs, shuffle=False, verbose=2, callbacks=callbacks
     )
     return history.history["loss"][-1]
 
 
-def run(options, callbacks=()):
+def run(options, strategy, callbacks=()):
     """Trains and tests as the flags say; returns the model and the outcome."""
     (images, labels), test = load_data(options.dataset)
-    model = build(options, images)
+    with strategy.scope():
+        model = build(options, images)
     loss = train(model, images, labels, options, callbacks)
     _, accuracy = model.evaluate(*test, batch_size=256, verbose=0)
     return model, {"final loss": loss, "test accuracy": accuracy}
@@ -206,23 +218,35 @@ def measured(options, folder, limit):
     """What a fresh process of `--compare` does."""
     del limit
     options = types.SimpleNamespace(**options)
-    comparison.set_up(options)
-    meter = comparison.Meter()
-    model, outcome = run(options, [meter])
+    strategy = comparison.set_up(options)
+    meter = comparison.Meter(options.gradient_accumulation_steps or 1)
+    model, outcome = run(options, strategy, [meter])
     comparison.save_variables(model, folder)
     return meter.figures() | {"outcome": outcome}
 
 
 def main(options):
-    comparison.set_up(options)
+    strategy = comparison.set_up(options)
     if not options.compare:
-        _, outcome = run(options)
+        _, outcome = run(options, strategy)
         print(f"Test accuracy: {outcome['test accuracy']:.2%}")
         return
-    if parse_plan(options.plan) is None:
+    window = comparison.window(options)
+    if comparison.parse_plan(options.plan) is None and not window:
         raise comparison.UserError("--compare needs a --plan other than none")
     # Mistakes show here, before anything is trained.
-    build(options, load_data(options.dataset)[0][0])
+    train_set, _ = load_data(options.dataset)
+    build(options, train_set[0])
+    batches_of(*train_set, options)
+    if window:
+        big_batch.compare(
+            __file__,
+            comparison.as_dict(options),
+            both={"dropout": False},
+            note="Batch normalization takes its moments from each batch that "
+            "the model sees, so the losses of this network differ.",
+        )
+        return
     comparison.compare(
         __file__,
         comparison.as_dict(options),

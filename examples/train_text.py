@@ -6,8 +6,9 @@ of `Recompute` around each block is all that is about `tfckpt`:
     python examples/train_text.py
     python examples/train_text.py --compare
     python examples/train_text.py --memory_limit=2GiB
+    python examples/train_text.py --gradient_accumulation_steps=8 --compare
 
-The last one searches for the longest sequence that can be trained within so
+The third searches for the longest sequence that can be trained within so
 much memory, with and without recomputation.
 """
 
@@ -16,6 +17,7 @@ import pathlib
 import sysconfig
 import types
 
+import big_batch
 import comparison
 import keras
 import memory_limit
@@ -48,6 +50,7 @@ def define_flags(values=flags.FLAGS):
         ("heads", 4, "Attention heads."),
     ):
         flags.DEFINE_integer(name, default, what, lower_bound=1, **options)
+    flags.DEFINE_bool("dropout", True, "Drop features at random.", **options)
     flags.DEFINE_bool(
         "recompute", True, "Recompute each block's activations.", **options
     )
@@ -89,7 +92,7 @@ def load_text(folder=None, size=_CORPUS_BYTES):
 class Block(keras.layers.Layer):
     """Causal self-attention and a two-layer network, each beside a shortcut."""
 
-    def __init__(self, width, heads, rate=0.1, **kwargs):
+    def __init__(self, width, heads, rate, **kwargs):
         super().__init__(**kwargs)
         self.norm1 = keras.layers.LayerNormalization()
         self.attention = keras.layers.MultiHeadAttention(
@@ -128,10 +131,23 @@ class Embed(keras.layers.Layer):
 
     def call(self, x):
         positions = keras.ops.arange(keras.ops.shape(x)[1])
-        return self.bytes(x) + self.positions(positions)
+        # The product makes the gradient dense. That of an embedding has a row
+        # for each use of a byte, and Keras' optimizers square and clip these
+        # before they are added up.
+        table = self.bytes.embeddings * 1.0
+        return keras.ops.take(table, x, axis=0) + self.positions(positions)
 
 
-def build_model(length, *, layers, width, heads, recompute):
+def build_model(
+    length,
+    *,
+    layers,
+    width,
+    heads,
+    recompute,
+    dropout=True,
+    accumulates=False,
+):
     """Builds a model from bytes to the logits of each next byte."""
     if width % heads:
         raise comparison.UserError(
@@ -140,14 +156,20 @@ def build_model(length, *, layers, width, heads, recompute):
     inputs = keras.Input((None,), dtype="int32")
     x = Embed(length, width, name="embed")(inputs)
     for number in range(layers):
-        block = Block(width, heads, name=f"block{number + 1}")
+        block = Block(
+            width, heads, 0.1 if dropout else 0.0, name=f"block{number + 1}"
+        )
         if recompute:
             block = tfckpt.Recompute(block)
         x = block(x)
     x = keras.layers.LayerNormalization(name="norm")(x)
     # float32 under mixed precision too: the loss needs the digits.
     outputs = keras.layers.Dense(256, dtype="float32", name="logits")(x)
-    return keras.Model(inputs, outputs, name="text")
+    model = keras.Model(inputs, outputs, name="text")
+    if accumulates:
+        # It trains in micro-batches, and here recomputes nothing itself.
+        return tfckpt.SegmentedModel.from_model(model, plan=None)
+    return model
 
 
 def windows(text, length, *, batch_size, seed):
@@ -179,7 +201,7 @@ def bits_per_byte(targets, logits):
     return losses / np.log(2)
 
 
-def run(options, callbacks=(), *, verbose=2):
+def run(options, strategy, callbacks=(), *, verbose=2):
     """Trains as the flags say; returns the model and the outcome."""
     text = load_text()
     held_out = len(text) // 20
@@ -188,30 +210,36 @@ def run(options, callbacks=(), *, verbose=2):
         text[:-held_out], length, batch_size=batch_size, seed=options.seed
     )
     test = windows(text[-held_out:], length, batch_size=batch_size, seed=0)
-    model = build_model(
-        length,
-        layers=options.layers,
-        width=options.width,
-        heads=options.heads,
-        recompute=options.recompute,
-    )
+    # Counts updates, not batches.
     schedule = keras.optimizers.schedules.CosineDecay(
         0.0,
         options.steps,
         warmup_target=options.learning_rate,
         warmup_steps=options.steps // 10,
     )
-    model.compile(
-        optimizer=keras.optimizers.AdamW(schedule, clipnorm=1.0),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[bits_per_byte],
-        jit_compile=options.jit_compile,
-    )
+    window = comparison.window(options)
+    with strategy.scope():
+        model = build_model(
+            length,
+            layers=options.layers,
+            width=options.width,
+            heads=options.heads,
+            recompute=options.recompute,
+            dropout=options.dropout,
+            accumulates=bool(window),
+        )
+        model.compile(
+            optimizer=keras.optimizers.AdamW(schedule, clipnorm=1.0),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=[bits_per_byte],
+            jit_compile=options.jit_compile,
+            **window,
+        )
     lines = min(_STEPS_A_LINE, options.steps)
     history = model.fit(
         train,
         epochs=math.ceil(options.steps / lines),
-        steps_per_epoch=lines,
+        steps_per_epoch=lines * (options.gradient_accumulation_steps or 1),
         shuffle=False,
         verbose=verbose,
         callbacks=callbacks,
@@ -244,15 +272,15 @@ def measured(options, folder, limit):
     if limit:
         memory_limit.end_above(limit, folder)
     options = types.SimpleNamespace(**options)
-    comparison.set_up(options)
-    meter = comparison.Meter()
-    model, outcome = run(options, [meter], verbose=0 if limit else 2)
+    strategy = comparison.set_up(options)
+    meter = comparison.Meter(options.gradient_accumulation_steps or 1)
+    model, outcome = run(options, strategy, [meter], verbose=0 if limit else 2)
     comparison.save_variables(model, folder)
     return meter.figures() | {"outcome": outcome}
 
 
 def main(options):
-    comparison.set_up(options)
+    strategy = comparison.set_up(options)
     # Mistakes show here, before anything is trained.
     values = comparison.as_dict(options)
     build_model(
@@ -269,6 +297,8 @@ def main(options):
             memory_limit.parse_size(options.memory_limit),
             most=_LONGEST,
         )
+    elif options.compare and comparison.window(options):
+        big_batch.compare(__file__, values, both={"dropout": False})
     elif options.compare:
         comparison.compare(
             __file__,
@@ -278,7 +308,7 @@ def main(options):
             smallest={"batch_size": 1, "sequence_length": 8, "steps": 3},
         )
     else:
-        model, outcome = run(options)
+        model, outcome = run(options, strategy)
         print(f"Bits per byte of other text: {outcome['on other text']:.2f}")
         print(
             sample(

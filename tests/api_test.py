@@ -19,12 +19,17 @@ from tools import imports
 
 # Whoever adds or takes away a public name says so here and in CHANGELOG.md.
 PUBLIC = [
+    "AccumulatingTrainer",
+    "Callback",
+    "GradientAccumulator",
     "Plan",
     "PlanError",
     "Recompute",
     "RecomputeError",
+    "ResumeTraining",
     "SegmentedModel",
     "cost",
+    "distribute",
     "is_recomputing",
     "keep",
     "make_plan",

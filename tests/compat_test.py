@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfckpt
-from tfckpt import _compat, _compat_graph
+from tfckpt import _compat, _compat_graph, _compat_training
 
 X = tf.constant([[1.0, 2.0]])
 
@@ -66,8 +66,23 @@ GRAPH = {
 }
 
 
+TRAINING = {
+    "begin_at",
+    "build_metrics",
+    "compute_loss",
+    "loss_tracker",
+    "metrics_built",
+    "output_losses",
+    "passes_training",
+    "reduced_already",
+    "reported_losses",
+    "split_losses",
+}
+
+
 @pytest.mark.parametrize(
-    ("module", "expected"), [(_compat, CALLS), (_compat_graph, GRAPH)]
+    ("module", "expected"),
+    [(_compat, CALLS), (_compat_graph, GRAPH), (_compat_training, TRAINING)],
 )
 def test_the_list_does_not_grow(module, expected):
     found = {
@@ -308,3 +323,74 @@ def test_graph_of_a_model():
     assert _compat_graph.is_outermost(model)
     segmented = tfckpt.SegmentedModel.from_model(model, plan=2)
     np.testing.assert_array_equal(segmented(X), model(X))
+
+
+def _compiled_model(**options):
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Dense(1, name="out")(inputs))
+    model.compile("sgd", "mse", metrics=["mae"], **options)
+    return model
+
+
+def test_training_state_of_a_model():
+    model = _compiled_model()
+    assert _compat_training.passes_training(model)
+    assert _compat_training.loss_tracker(model).name == "loss"
+    assert not _compat_training.metrics_built(model)
+    _compat_training.build_metrics(model, (X, X[:, :1]))
+    assert _compat_training.metrics_built(model)
+    assert _compat_training.output_losses(model).built
+    _compat_training.begin_at(model, 2)
+    epochs = []
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: epochs.append(epoch)
+    )
+    model.fit(X, X[:, :1], epochs=4, verbose=0, callbacks=[note])
+    assert epochs == [2, 3]
+
+
+def test_losses_of_outputs_are_reported():
+    inputs = keras.Input((2,))
+    outputs = [keras.layers.Dense(1, name=name)(inputs) for name in "ab"]
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", ["mse", "mae"], loss_weights=[2.0, 3.0])
+    _compat_training.split_losses(model)
+    _compat_training.split_losses(_compiled_model())
+    y = [X[:, :1], X[:, 1:]]
+    y_pred = model(X)
+    found = []
+
+    def report(loss, factor, *args):
+        found.append((loss.name, factor))
+        return loss(*args)
+
+    plain = _compat_training.compute_loss(model, X, y, y_pred, None)
+    with _compat_training.reported_losses(report):
+        loss = _compat_training.compute_loss(model, X, y, y_pred, None)
+    assert found == [
+        ("mse", 2.0),
+        ("mae", 3.0),
+    ]
+    assert float(plain) == float(loss)
+    # Those of a part are not logged; others are.
+    metrics = _compat_training.output_losses(model).metrics
+    assert [float(metric.count) for metric in metrics] == [1.0, 1.0]
+
+
+def test_optimizers_do_not_add_up_what_is_reduced():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        variable = tf.Variable(0.0)
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([variable])
+
+    def apply():
+        optimizer.apply([tf.constant(-1.0)], [variable])
+
+    strategy.run(apply)
+    assert float(tf.convert_to_tensor(variable)) == 2.0
+    with _compat_training.reduced_already([optimizer]):
+        strategy.run(apply)
+    assert float(tf.convert_to_tensor(variable)) == 3.0
+    strategy.run(apply)
+    assert float(tf.convert_to_tensor(variable)) == 5.0

@@ -5,17 +5,22 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
+import big_batch
 import comparison
 import keras
 import memory_limit
 import numpy as np
 import pytest
+import tensorflow as tf
 import train_digits
 import train_text
+import train_tpu
 from absl import flags
 
 import tfckpt
+from tfckpt import distribute
 
 _SMALL = {
     train_digits: ("--depth=3", "--batch_size=8", "--steps=2"),
@@ -27,7 +32,19 @@ _SMALL = {
         "--batch_size=2",
         "--steps=2",
     ),
+    train_tpu: (
+        "--strategy=one_device",
+        "--image_size=8",
+        "--patch_size=4",
+        "--layers=2",
+        "--width=8",
+        "--heads=2",
+        "--batch_size=4",
+        "--steps=2",
+        "--epochs=1",
+    ),
 }
+_ALL = list(_SMALL)
 
 
 def _options(module, *arguments):
@@ -39,8 +56,7 @@ def _options(module, *arguments):
 
 def _run(module, *arguments, seed=0):
     options = _options(module, f"--seed={seed}", *arguments)
-    comparison.set_up(options)
-    return module.run(options)
+    return module.run(options, comparison.set_up(options))
 
 
 # The main programs.
@@ -53,12 +69,23 @@ def _run(module, *arguments, seed=0):
         ("train_digits", "--plan=bloc1_out", 1, "bloc1_out"),
         ("train_text", "--lenght=5", 2, "'lenght'"),
         ("train_text", "--memory_limit=much", 1, "'much'"),
+        ("train_tpu", "--strategy=tpus", 2, "--strategy=tpus"),
+        ("train_tpu", "--tpu=local", 1, "none on this machine"),
+        ("train_tpu", "--tpu=grpc://127.0.0.1:1", 1, "nothing answers"),
+        ("train_tpu", "--strategy=mirrored --num_gpus=99", 1, "num_gpus=99"),
+        ("train_tpu", "--data_dir=/nowhere", 1, "--data_dir=/nowhere"),
+        (
+            "train_digits",
+            "--micro_batches=2 --gradient_accumulation_steps=2",
+            2,
+            "not both",
+        ),
     ],
 )
 def test_mistakes_are_answered_in_one_line(program, argument, status, words):
     root = pathlib.Path(__file__).parent.parent
     done = subprocess.run(
-        [sys.executable, f"examples/{program}.py", argument],
+        [sys.executable, f"examples/{program}.py", *argument.split()],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
@@ -71,11 +98,18 @@ def test_mistakes_are_answered_in_one_line(program, argument, status, words):
     assert words in line
 
 
-@pytest.mark.parametrize("module", [train_digits, train_text])
+@pytest.mark.parametrize("module", _ALL)
 @pytest.mark.parametrize(
     "argument",
     [
         "--batch_size=0",
+        "--gradient_accumulation_steps=0",
+        "--gradient_accumulation_steps=-2",
+        "--gradient_accumulation_steps=1.5",
+        "--micro_batches=0",
+        "--micro_batches=100000",
+        "--num_gpus=0",
+        "--strategy=mirored",
         "--batch_size=few",
         "--learning_rate=-1",
         "--seed=-1",
@@ -124,7 +158,7 @@ def test_digits_are_split_in_the_same_way_every_time():
     ],
 )
 def test_plan_flag(text, plan):
-    assert train_digits.parse_plan(text) == plan
+    assert comparison.parse_plan(text) == plan
 
 
 def test_digits_network_is_deep_and_has_three_resolutions():
@@ -337,6 +371,14 @@ def test_a_process_that_fails_is_told_in_one_line(tmp_path):
         comparison.measure(_program("train_text.py"), options, folder=tmp_path)
 
 
+def _table(printed):
+    return {
+        cells[1].strip(): [cell.strip() for cell in cells[2:5]]
+        for line in printed.splitlines()
+        if len(cells := line.split("│")) == 6
+    }
+
+
 @pytest.mark.parametrize("module", [train_digits, train_text])
 def test_compare_prints_what_it_measures(module, monkeypatch, capsys):
     runs = []
@@ -357,12 +399,7 @@ def test_compare_prints_what_it_measures(module, monkeypatch, capsys):
     monkeypatch.setattr(comparison, "measure", measure)
     monkeypatch.setenv("COLUMNS", "120")
     module.main(_options(module, "--compare", "--seed=7"))
-    printed = capsys.readouterr().out
-    lines = {
-        cells[1].strip(): [cell.strip() for cell in cells[2:5]]
-        for line in printed.splitlines()
-        if len(cells := line.split("│")) == 6
-    }
+    lines = _table(capsys.readouterr().out)
     assert lines["peak memory above the baseline"] == [
         "5 MiB",
         "3 MiB",
@@ -376,3 +413,368 @@ def test_compare_prints_what_it_measures(module, monkeypatch, capsys):
     assert lines[exactly][1] == "0"
     assert {run["seed"] for run in runs} == {7}
     assert [run["exact"] for run in runs] == [False] * 3 + [True] * 2
+
+
+# Strategies and windows.
+
+
+@pytest.mark.parametrize("module", _ALL)
+def test_both_windows_are_refused(module):
+    with pytest.raises(flags.Error, match="not both") as caught:
+        _options(module, "--micro_batches=2", "--gradient_accumulation_steps=2")
+    for name in "micro_batches", "gradient_accumulation_steps":
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("module", _ALL)
+@pytest.mark.parametrize(
+    "window", ["--gradient_accumulation_steps=3", "--micro_batches=2"]
+)
+def test_steps_are_updates(module, window):
+    model, _ = _run(module, window)
+    assert model.optimizer.iterations == 2
+    name, value = window.strip("-").split("=")
+    assert model.get_compile_config()[name] == int(value)
+    schedule = model.optimizer.get_config()["learning_rate"]["config"]
+    assert schedule["decay_steps"] == 2
+
+
+def test_steps_of_whole_epochs_are_updates():
+    options = _options(
+        train_digits,
+        "--batch_size=64",
+        "--epochs=3",
+        "--gradient_accumulation_steps=4",
+    )
+    options.steps = None
+    images = np.zeros((1437, 1), "float32")
+    batches, epochs, steps = train_digits.batches_of(
+        images, np.zeros(1437), options
+    )
+    # 22 batches are 5 steps; what is left is less than a step.
+    assert (len(batches), epochs, steps) == (20, 3, 15)
+
+
+def test_a_step_of_more_than_there_is():
+    with pytest.raises(comparison.UserError, match="8000 images.*1437"):
+        _run(train_digits, "--gradient_accumulation_steps=1000")
+
+
+@pytest.fixture(scope="module")
+def mirrored():
+    # One for all: collectives of two strategies get the same keys.
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.mark.parametrize(
+    ("module", "more"),
+    [
+        (train_digits, ()),
+        (train_digits, ("--gradient_accumulation_steps=2",)),
+        (train_text, ("--layers=1",)),
+        (train_text, ("--layers=1", "--micro_batches=2")),
+        (train_tpu, ("--layers=1", "--gradient_accumulation_steps=2")),
+        (train_tpu, ("--layers=1", "--micro_batches=2")),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_models_are_made_in_the_scope(module, more, mirrored, monkeypatch):
+    asked = []
+
+    def get_strategy(name, **arguments):
+        asked.append((name, arguments))
+        return mirrored
+
+    monkeypatch.setattr(distribute, "get_strategy", get_strategy)
+    model, outcome = _run(
+        module, "--strategy=mirrored", "--num_gpus=2", "--batch_size=4", *more
+    )
+    assert asked == [("mirrored", {"num_gpus": 2, "tpu": None})]
+    assert model.distribute_strategy is mirrored
+    assert model.optimizer.iterations == 2
+    for variable in (*model.weights, *model.optimizer.variables):
+        assert isinstance(variable.value, tf.distribute.DistributedValues)
+    assert all(math.isfinite(value) for value in outcome.values())
+
+
+@pytest.mark.parametrize(
+    ("module", "window", "equal"),
+    [
+        (train_text, "--gradient_accumulation_steps=3", True),
+        (train_text, "--micro_batches=4", True),
+        (train_digits, "--gradient_accumulation_steps=3", False),
+        (train_digits, "--micro_batches=4", False),
+    ],
+)
+def test_accumulation_follows_the_big_batch(module, window, equal):
+    small = ("--layers=1",) if module is train_text else ()
+    options = _options(module, "--batch_size=8", "--steps=4", window, *small)
+    losses, sizes = [], []
+    runs = big_batch.flags_of_both(
+        comparison.as_dict(options), {"dropout": False}
+    )
+    for values in runs:
+        options = types.SimpleNamespace(**values)
+        meter = comparison.Meter(options.gradient_accumulation_steps or 1)
+        module.run(options, comparison.set_up(options), [meter])
+        losses.append(meter.losses)
+        sizes.append(options.batch_size)
+    assert sizes == ([24, 8] if "steps" in window else [8, 8])
+    apart = np.abs(np.subtract(*losses))
+    assert len(apart) == 4
+    if equal:
+        assert apart.max() < 1e-4
+    else:
+        # The same images, but batch normalization takes other moments.
+        assert 1e-4 < apart[0] < 1
+
+
+def test_the_meter_takes_running_means_apart():
+    meter = comparison.Meter(2)
+    batches = [5.0, 3.0, 1.0, 2.0]
+    for _ in range(2):
+        for number, _ in enumerate(batches):
+            meter.on_train_batch_begin(number)
+            mean = np.mean(batches[: number + 1])
+            meter.on_train_batch_end(number, {"loss": mean})
+    np.testing.assert_allclose(meter.losses, [4, 1.5] * 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "window"),
+    [
+        (train_text, "--micro_batches=2"),
+        (train_digits, "--gradient_accumulation_steps=2"),
+    ],
+)
+def test_compare_shows_the_big_batch(module, window, monkeypatch, capsys):
+    runs = []
+
+    def measure(program, options, *, folder):
+        runs.append(options)
+        ours = bool(comparison.window(types.SimpleNamespace(**options)))
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.layers[0].bias.assign([0.5 * ours])
+        model.layers[0].kernel.assign([[1]])
+        comparison.save_variables(model, folder)
+        return {
+            "above baseline": (2 if ours else 8) * 2**20,
+            "total": (12 if ours else 16) * 2**20,
+            "seconds": [0.3 if ours else 0.2],
+            "losses": [2.0] * 20 + [1.5 + ours / 8],
+            "outcome": {"loss": 1.25},
+        }
+
+    monkeypatch.setattr(comparison, "measure", measure)
+    monkeypatch.setenv("COLUMNS", "120")
+    module.main(_options(module, "--compare", "--batch_size=4", window))
+    printed = capsys.readouterr().out
+    assert _table(printed) == {
+        "peak above the baseline": ["8 MiB", "2 MiB", "0.25"],
+        "peak in all": ["16 MiB", "12 MiB", "0.75"],
+        "a step (10 to 90 %)": [
+            "200 ms (200 to 200)",
+            "300 ms (300 to 300)",
+            "1.50",
+        ],
+        "loss": ["1.2500", "1.2500", "1.00"],
+        "loss differs, 20 steps": ["", "0.0e+00", ""],
+        "loss differs, 21 steps": ["", "1.2e-01", ""],
+        "variables differ": ["", "5.0e-01", ""],
+    }
+    assert ("Batch normalization" in printed) == (module is train_digits)
+    sizes = [4, 4] if module is train_text else [8, 4]
+    assert [run["batch_size"] for run in runs] == sizes
+    assert not any(run["dropout"] for run in runs)
+    assert not comparison.window(types.SimpleNamespace(**runs[0]))
+
+
+def test_compare_of_windows_needs_no_plan(monkeypatch):
+    called = []
+    monkeypatch.setattr(big_batch, "compare", lambda *a, **k: called.append(a))
+    train_digits.main(
+        _options(train_digits, "--compare", "--plan=none", "--micro_batches=2")
+    )
+    assert called
+
+
+def test_a_fresh_process_measures_a_window(tmp_path):
+    options = comparison.as_dict(
+        _options(train_text, "--gradient_accumulation_steps=2")
+    )
+    figures = comparison.measure(
+        _program("train_text.py"), options, folder=tmp_path
+    )
+    assert len(figures["losses"]) == len(figures["seconds"]) == 2
+
+
+# TPU.
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--plan=none", "--nomixed_precision"),
+        ("--gradient_accumulation_steps=3", "--steps_per_execution=4"),
+        ("--micro_batches=2", "--steps_per_execution=1"),
+    ],
+    ids=str,
+)
+def test_vision_trains_on_two_batches(more):
+    model, outcome = _run(train_tpu, *more)
+    assert isinstance(model, tfckpt.SegmentedModel)
+    assert model.optimizer.iterations == 2
+    assert 0 < outcome["loss"] < 10
+    assert model.get_layer("patches").compute_dtype == (
+        "float32" if "--nomixed_precision" in more else "bfloat16"
+    )
+    assert model.get_layer("logits").compute_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("steps", "most", "expected"), [(6, 4, 3), (7, 4, 1), (3, 20, 3)]
+)
+def test_calls_end_with_the_epoch(steps, most, expected):
+    options = _options(
+        train_tpu, f"--steps={steps}", f"--steps_per_execution={most}"
+    )
+    one = tf.distribute.get_strategy()
+    assert train_tpu.batches_a_call(options, one) == expected
+
+
+def _tpu_flags(folder, *more):
+    return ("--epochs=2", f"--model_dir={folder}", "--steps=3", *more)
+
+
+@pytest.mark.parametrize(
+    ("window", "recorded"),
+    [
+        ("--gradient_accumulation_steps=2", False),
+        ("--micro_batches=2", True),
+    ],
+)
+def test_vision_goes_on_as_if_never_ended(tmp_path, window, recorded):
+    more = (window,)
+    if recorded:
+        _write_records(tmp_path / "data")
+        more = (window, f"--data_dir={tmp_path / 'data'}", "--first_label=1")
+    whole, _ = _run(train_tpu, *_tpu_flags(tmp_path / "a", *more))
+    # As a run that was ended after the first epoch leaves it.
+    (tmp_path / "b").mkdir()
+    for path in (tmp_path / "a").glob("ckpt-1.*"):
+        (tmp_path / "b" / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "b" / "checkpoint").write_text(
+        'model_checkpoint_path: "ckpt-1"\n'
+        'all_model_checkpoint_paths: "ckpt-1"\n'
+    )
+    resumed, _ = _run(train_tpu, *_tpu_flags(tmp_path / "b", *more))
+    assert resumed.optimizer.iterations == whole.optimizer.iterations == 6
+    for a, b in zip(
+        (*whole.variables, *whole.optimizer.variables),
+        (*resumed.variables, *resumed.optimizer.variables),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6, err_msg=a.path)
+
+
+def test_vision_that_is_done_trains_no_further(tmp_path):
+    first, _ = _run(train_tpu, *_tpu_flags(tmp_path))
+    again, _ = _run(train_tpu, *_tpu_flags(tmp_path), seed=1)
+    # Further steps would change little: the schedule has ended.
+    assert again.optimizer.iterations == 6
+    for a, b in zip(first.weights, again.weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_checkpoints_of_another_model_are_refused(tmp_path):
+    _run(train_tpu, *_tpu_flags(tmp_path))
+    for more in "--width=16", "--layers=3":
+        with pytest.raises(comparison.UserError, match="ckpt-2.*another model"):
+            _run(train_tpu, *_tpu_flags(tmp_path, more))
+
+
+def _write_records(folder):
+    folder.mkdir()
+    for split, number in ("train-0", 9), ("train-1", 7), ("validation-0", 5):
+        with tf.io.TFRecordWriter(str(folder / split)) as writer:
+            for index in range(number):
+                image = np.full((10, 12, 3), 20 * index, "uint8")
+                png = tf.io.encode_png(image).numpy()
+                features = {
+                    "image/encoded": tf.train.Feature(
+                        bytes_list=tf.train.BytesList(value=[png])
+                    ),
+                    "image/class/label": tf.train.Feature(
+                        int64_list=tf.train.Int64List(value=[index % 3 + 1])
+                    ),
+                }
+                example = tf.train.Example(
+                    features=tf.train.Features(feature=features)
+                )
+                writer.write(example.SerializeToString())
+
+
+def test_records_are_read_whole_and_scaled(tmp_path):
+    _write_records(tmp_path / "data")
+    options = _options(
+        train_tpu, f"--data_dir={tmp_path / 'data'}", "--first_label=1"
+    )
+    files = train_tpu.files_of(options.data_dir, "train")
+    images, labels = zip(
+        *train_tpu.recorded(files, options).as_numpy_iterator(), strict=True
+    )
+    assert len(images) == 16
+    assert images[0].shape == (8, 8, 3)
+    assert sorted(set(labels)) == [0, 1, 2]
+    low = min(image.min() for image in images)
+    high = max(image.max() for image in images)
+    assert (low, high) == pytest.approx((-1, 160 / 127.5 - 1), abs=1e-6)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_shapes_are_static(tmp_path, recorded):
+    more = ()
+    if recorded:
+        _write_records(tmp_path / "data")
+        more = (f"--data_dir={tmp_path / 'data'}",)
+    for part in train_tpu.data(_options(train_tpu, *more), first_epoch=0):
+        images, labels = part.element_spec
+        assert images.shape == (4, 8, 8, 3)
+        assert labels.shape == (4,)
+
+
+def test_epochs_are_known_by_their_number(tmp_path):
+    _write_records(tmp_path / "data")
+    options = _options(
+        train_tpu, f"--data_dir={tmp_path / 'data'}", "--epochs=2", "--steps=4"
+    )
+    train, _ = train_tpu.data(options, first_epoch=0)
+    second, _ = train_tpu.data(options, first_epoch=1)
+    whole = [images for images, _ in train.as_numpy_iterator()]
+    rest = [images for images, _ in second.as_numpy_iterator()]
+    np.testing.assert_array_equal(whole[4:], rest)
+    assert np.any(np.not_equal(whole[:4], rest))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--patch_size=3",), "--image_size=8.*--patch_size=3"),
+        (("--heads=3",), "--width=8.*--heads=3"),
+        (("--micro_batches=3",), "--batch_size=4.*--micro_batches"),
+        (("--plan=block9_out",), "--plan=block9_out"),
+        (("--data_dir=/nowhere",), "/nowhere has no files train"),
+        (("--model_dir=/dev/null/x",), "--model_dir=/dev/null/x can't be made"),
+    ],
+    ids=str,
+)
+def test_flags_that_do_not_go_together(arguments, words):
+    with pytest.raises(comparison.UserError, match=words):
+        _run(train_tpu, *arguments)
+
+
+def test_batches_divide_over_the_replicas(mirrored):
+    options = _options(train_tpu, "--batch_size=3")
+    with pytest.raises(comparison.UserError, match="--batch_size=3.*2 replic"):
+        train_tpu.check(options, mirrored)

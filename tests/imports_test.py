@@ -14,11 +14,22 @@ from tools import imports
 _ROOMS = {
     "_compat": set(),
     "_compat_graph": set(),
+    "_compat_training": set(),
     "units": set(),
     "recomputation": {"_compat"},
     "layers": {"_compat", "recomputation"},
     "memory": {"_compat"},
     "devices": {"memory", "units"},
+    # One update from many micro-batches.
+    "accumulation": {"_compat_training"},
+    "tpu_address": set(),
+    "distribute": {"_compat_training", "tpu_address"},
+    "training": {
+        "_compat",
+        "_compat_training",
+        "accumulation",
+        "distribute",
+    },
     # Plain data and algorithms.
     "costs": set(),
     "fields": set(),
@@ -39,6 +50,7 @@ _ROOMS = {
         "plan",
         "segmentation",
         "segments",
+        "training",
     },
     # What a step will take, and does.
     "cost": {
@@ -108,6 +120,7 @@ _ROOMS = {
 _PRIVATE = {
     pathlib.Path("tfckpt/_compat.py"): ("keras", "tensorflow"),
     pathlib.Path("tfckpt/_compat_graph.py"): ("keras",),
+    pathlib.Path("tfckpt/_compat_training.py"): ("keras",),
     pathlib.Path("tfckpt/memory/_compile_worker.py"): ("jax", "jaxlib"),
 }
 _FILES = [path for path in imports.python_files() if path.parts[0] == "tfckpt"]

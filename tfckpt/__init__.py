@@ -14,7 +14,8 @@ if keras.backend.backend() != "tensorflow":
         "KERAS_BACKEND=tensorflow before keras is imported."
     )
 
-from tfckpt import cost, memory, planners
+from tfckpt import cost, distribute, memory, planners
+from tfckpt.accumulation import GradientAccumulator
 from tfckpt.layers import Recompute
 from tfckpt.plan import Plan, PlanError
 from tfckpt.planning import make_plan
@@ -26,16 +27,22 @@ from tfckpt.recomputation import (
     recompute,
 )
 from tfckpt.segmented_model import SegmentedModel
+from tfckpt.training import AccumulatingTrainer, Callback, ResumeTraining
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccumulatingTrainer",
+    "Callback",
+    "GradientAccumulator",
     "Plan",
     "PlanError",
     "Recompute",
     "RecomputeError",
+    "ResumeTraining",
     "SegmentedModel",
     "cost",
+    "distribute",
     "is_recomputing",
     "keep",
     "make_plan",

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from tfckpt import _compat_graph as compat
-from tfckpt import conversion, segmentation, segments
+from tfckpt import conversion, segmentation, segments, training
 from tfckpt import plan as plan_lib
 
 # On the outputs that `clone_model` makes from a model: that model's plan.
@@ -22,7 +22,7 @@ _MARK = "_tfckpt_plan"
 
 
 @keras.saving.register_keras_serializable(package="tfckpt")
-class SegmentedModel(keras.Model):
+class SegmentedModel(training.AccumulatingTrainer, keras.Model):
     """A Functional model whose activations are recomputed.
 
     Trains to the same numbers as `keras.Model(inputs, outputs)` (where sums

@@ -1,0 +1,128 @@
+"""How far a model's training in micro-batches is."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfckpt import accumulation
+from tfckpt.training import logs, random_state, settings
+
+_ON_READ = tf.VariableSynchronization.ON_READ
+_SUM = tf.VariableAggregation.SUM
+
+
+class Progress:
+    """What a compiled model keeps between calls of `train_step`.
+
+    Attributes:
+        settings: How it is trained.
+        accumulator: The gradients of the open window.
+        random_state: The states of random generators.
+        means: The losses of a window within a call.
+        steps: A variable, the length of the window; None if it is no number.
+        denominators: By how many numbers parts of the loss are divided; 0
+            while that is not known.
+        replicas: In how many replicas the model runs.
+        flush: The function that ends the window, once it is made.
+    """
+
+    def __init__(self, model: keras.Model, options: settings.Settings):
+        self.settings = options
+        self.accumulator = accumulation.GradientAccumulator()
+        self.random_state = random_state.RandomState(self.is_open)
+        self.denominators = 0
+        self.flush = None
+        self._strategy = model.distribute_strategy
+        self.replicas = self._strategy.num_replicas_in_sync
+        self.means = logs.WindowMeans()
+        self.steps = None
+        with self._strategy.scope():
+            if settings.is_int(options.steps):
+                self.steps = tf.Variable(
+                    options.steps, dtype=tf.int64, trainable=False
+                )
+            self._skipped = _counter(tf.int64)
+            # Float, to go with the gradients of the window.
+            self._skipped_in_window = _counter(tf.float32)
+
+    @property
+    def may_ask_twice(self) -> bool:
+        """Whether several gradients may be asked of one forward pass."""
+        return not tf.executing_eagerly() or self.denominators != 1
+
+    @property
+    def skipped(self) -> int:
+        """Micro-batches that were left out since `compile`."""
+        return int(tf.convert_to_tensor(self._skipped))
+
+    def window_length(self, optimizer: Any) -> tf.Tensor:
+        """Returns the number of micro-batches in the open window, int64."""
+        if self.steps is not None:
+            return tf.convert_to_tensor(self.steps)
+        updates = tf.convert_to_tensor(optimizer.iterations.value)
+        length = self.settings.steps(updates)
+        length = tf.convert_to_tensor(length)
+        if length.dtype.is_floating:
+            length = tf.round(length)
+        return tf.cast(length, tf.int64)
+
+    def is_open(self) -> bool:
+        """Whether the window holds micro-batches."""
+        return bool(self.accumulator.micro_steps > 0)
+
+    def build(self, model: keras.Model, x: Any = None) -> None:
+        """Makes the variables of optimizer and accumulator.
+
+        Args:
+            model: The model.
+            x: A batch, for a model that is to be built first.
+        """
+        if x is not None and not model.built:
+            with tf.init_scope():
+                model(
+                    keras.tree.map_structure(
+                        lambda each: keras.Input(
+                            batch_shape=each.shape, dtype=each.dtype.name
+                        ),
+                        x,
+                    )
+                )
+        variables = model.trainable_weights
+        if not variables or not model.built:
+            return
+        self.random_state.build(model)
+        self.accumulator.build(variables)
+        if not model.optimizer.built:
+            # What it assigns is not to be done again in each step.
+            with tf.init_scope():
+                model.optimizer.build(variables)
+
+    def note_skipped(self, skipped: tf.Tensor) -> None:
+        """Counts a micro-batch if a boolean scalar is True."""
+        for variable in (self._skipped, self._skipped_in_window):
+            variable.assign_add(
+                tf.cast(skipped, variable.dtype), read_value=False
+            )
+
+    def totals(self) -> tuple[list[Any], tf.Tensor]:
+        """Returns the window's gradients, and how often it skipped."""
+        dtype = self.accumulator.weight_dtype
+        skipped = tf.cast(tf.convert_to_tensor(self._skipped_in_window), dtype)
+        others = [skipped] if self.settings.skip_nonfinite else []
+        gradients, others = self.accumulator.totals(others)
+        return gradients, others[0] if others else skipped
+
+    def clear(self) -> None:
+        """Empties the window."""
+        self.accumulator.clear()
+        self._skipped_in_window.assign(tf.zeros([]))
+
+
+def _counter(dtype):
+    return tf.Variable(
+        tf.zeros([], dtype),
+        trainable=False,
+        synchronization=_ON_READ,
+        aggregation=_SUM,
+    )

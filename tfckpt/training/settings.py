@@ -1,0 +1,196 @@
+"""What `compile` was asked for, checked before anything is changed."""
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from tfckpt import distribute
+
+_BOTH = (
+    "Expected one of gradient_accumulation_steps (each batch of `fit` is a "
+    "micro-batch) and micro_batches (each batch of `fit` is split)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a model is trained.
+
+    Attributes:
+        steps: Micro-batches in a window over calls: a number, or a function
+            of the number of updates so far. None for a window in one call.
+        parts: Into how many micro-batches a batch is split, or their sizes.
+        skip_nonfinite: Whether micro-batches with NaN or inf are left out.
+    """
+
+    steps: int | Callable[[Any], Any] | None = None
+    parts: int | tuple[int, ...] | None = None
+    skip_nonfinite: bool = False
+
+    @property
+    def within_call(self) -> bool:
+        """Whether a window is one batch, split."""
+        return self.parts is not None
+
+    @property
+    def count(self) -> int | None:
+        """Micro-batches in each window, None if that changes."""
+        if self.within_call:
+            return self.parts if is_int(self.parts) else len(self.parts)
+        return self.steps if is_int(self.steps) else None
+
+    def config(self) -> dict[str, Any]:
+        """Returns the arguments of `compile` that make it."""
+        parts = self.parts
+        return {
+            "gradient_accumulation_steps": self.steps,
+            "micro_batches": list(parts) if isinstance(parts, tuple) else parts,
+            "skip_nonfinite": self.skip_nonfinite,
+        }
+
+
+def is_int(value: Any) -> bool:
+    """Whether a value is a whole number (True and 4.0 are not)."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def checked(steps: Any, parts: Any, skip_nonfinite: Any) -> Settings | None:
+    """Returns the settings, None if no window was asked for.
+
+    Raises:
+        TypeError: A value is of the wrong type.
+        ValueError: A value is out of range, or both windows are given.
+    """
+    if not isinstance(skip_nonfinite, bool):
+        raise TypeError(
+            "skip_nonfinite must be True or False. Received: "
+            f"skip_nonfinite={skip_nonfinite!r}"
+        )
+    if steps is not None and parts is not None:
+        raise ValueError(
+            f"{_BOTH}, not both. Received: gradient_accumulation_steps="
+            f"{steps!r}, micro_batches={parts!r}"
+        )
+    if steps is None and parts is None:
+        if skip_nonfinite:
+            raise ValueError(
+                f"skip_nonfinite=True skips micro-batches. {_BOTH}; "
+                "gradient_accumulation_steps=1 makes each batch one. "
+                "Received neither."
+            )
+        return None
+    if steps is not None:
+        return Settings(checked_steps(steps), None, skip_nonfinite)
+    return Settings(None, _checked_parts(parts), skip_nonfinite)
+
+
+def checked_steps(steps: Any) -> int | Callable[[Any], Any]:
+    """Returns a number of micro-batches in a window, or a schedule of it."""
+    if is_int(steps):
+        return int(_positive("gradient_accumulation_steps", steps))
+    if callable(steps) and not isinstance(steps, type):
+        return steps
+    raise TypeError(
+        "gradient_accumulation_steps must be a whole number of micro-batches, "
+        "at least 1, or a function of the number of updates so far, such as a "
+        "keras.optimizers.schedules.PiecewiseConstantDecay. Received: "
+        f"gradient_accumulation_steps={steps!r}"
+    )
+
+
+def _checked_parts(parts):
+    if is_int(parts):
+        return int(_positive("micro_batches", parts))
+    sizes = isinstance(parts, Sequence) and not isinstance(parts, str)
+    if sizes and parts and all(map(is_int, parts)):
+        for size in parts:
+            _positive("micro_batches", size, parts)
+        return tuple(int(size) for size in parts)
+    raise TypeError(
+        "micro_batches must be a whole number of micro-batches, at least 1, "
+        "or a list of their sizes, such as [5, 3, 4]. Received: "
+        f"micro_batches={parts!r}"
+    )
+
+
+def _positive(name, value, whole=None):
+    if value < 1:
+        raise ValueError(
+            f"{name} must be at least 1. Received: {name}="
+            f"{value if whole is None else whole!r}"
+        )
+    return value
+
+
+def check_model(model: keras.Model, optimizer: Any, base: type) -> None:
+    """Raises an error if a model can't be trained in micro-batches.
+
+    Args:
+        model: The model.
+        optimizer: What `compile` was given, or a `keras.optimizers` name.
+        base: The class whose `train_step` has to run.
+    """
+    kind = type(model)
+    if kind.train_step is not base.train_step:
+        raise ValueError(
+            f"{kind.__name__}.train_step would not accumulate gradients: it "
+            f"is not that of {base.__name__}. Remove it, or accumulate in it "
+            "with a tfckpt.GradientAccumulator and leave "
+            "gradient_accumulation_steps and micro_batches out of `compile`."
+        )
+    if has_own_loss(model) and not hasattr(model, "loss_denominator"):
+        raise ValueError(
+            f"{kind.__name__}.compute_loss is its own, so that nobody knows "
+            "what its loss is divided by, and micro-batches could not be "
+            "weighted. Add a method `loss_denominator(self, x, y, y_pred, "
+            "sample_weight)` that returns this number for the batch that it "
+            "is given, such as the number of samples or of valid tokens."
+        )
+    for each in optimizers(optimizer):
+        steps = each.gradient_accumulation_steps
+        if steps:
+            raise ValueError(
+                f"The optimizer {each.name!r} accumulates gradients too: "
+                f"gradient_accumulation_steps={steps}. Use that of `compile` "
+                "only, which weights micro-batches of different size rightly, "
+                f"and make the optimizer without: keras.optimizers."
+                f"{type(each).__name__}(...)."
+            )
+    _check_distribution(model)
+
+
+def has_own_loss(model: keras.Model) -> bool:
+    """Whether a class of the user's computes the loss."""
+    return type(model).compute_loss is not keras.Model.compute_loss
+
+
+def optimizers(optimizer: Any) -> list[Any]:
+    """Returns an optimizer and those that it wraps."""
+    found = []
+    waiting = [optimizer]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, keras.optimizers.Optimizer) and not any(
+            each is other for other in found
+        ):
+            found.append(each)
+            waiting.extend(vars(each).values())
+        elif isinstance(each, (list, tuple)):
+            waiting.extend(each)
+        elif isinstance(each, dict):
+            waiting.extend(each.values())
+    return found
+
+
+def _check_distribution(model):
+    distribute.check_replicas_wait(model.distribute_strategy)
+    if keras.distribution.distribution() is not None:
+        raise ValueError(
+            "Gradients are not accumulated under keras.distribution. "
+            f"Received: {keras.distribution.distribution()!r}. Call keras."
+            "distribution.set_distribution(None), and make the model under a "
+            "tf.distribute strategy."
+        )

@@ -1,0 +1,301 @@
+"""Keras' training methods, with windows of micro-batches."""
+
+import inspect
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfckpt import _compat_training as compat
+from tfckpt.training import batches, callbacks, micro_step, progress, updates
+from tfckpt.training import settings as settings_lib
+
+_OPTIONS = ("gradient_accumulation_steps", "micro_batches", "skip_nonfinite")
+
+
+class AccumulatingTrainer:
+    """Adds exact gradient accumulation to a Keras model.
+
+    Write it before `keras.Model` among the bases of a class. Without one of
+    the arguments of `compile` below, the model trains as Keras does.
+
+    An update from a window of k micro-batches equals that from one batch of
+    all their samples (Keras' own `gradient_accumulation_steps` averages their
+    means instead): losses of each `reduction`, sample and class weights,
+    masks, several outputs, regularizers; clipping, weight decay, moving
+    averages of weights and loss scaling see the window's gradient, and
+    `optimizer.iterations`, which schedules follow, counts updates. Equal up to
+    the rounding of a sum in another order. It can't be equal where samples of
+    a batch see each other: batch normalization in training, a loss that
+    compares samples. `add_loss` counts as a mean over the micro-batch. Dropout
+    draws for each micro-batch.
+
+    Example:
+
+    >>> class Regression(AccumulatingTrainer, keras.Model):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.dense = keras.layers.Dense(1)
+    ...
+    ...     def call(self, x):
+    ...         return self.dense(x)
+    >>> model = Regression()
+    >>> model.compile("sgd", "mse", gradient_accumulation_steps=4)
+    >>> x = keras.ops.ones((12, 3))
+    >>> _ = model.fit(x, x[:, :1], batch_size=2, verbose=0)
+    >>> int(model.optimizer.iterations)  # 6 micro-batches: 4 and 2
+    2
+    """
+
+    _progress = None
+    _gradient_accumulator = None
+    _random_state = None
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        order = [AccumulatingTrainer, keras.Model]
+        if sorted(order, key=cls.__mro__.index) != order:
+            raise TypeError(
+                f"{cls.__name__} has keras.Model before AccumulatingTrainer "
+                "among its bases, so that Keras' training would be used. "
+                f"Write class {cls.__name__}(tfckpt.AccumulatingTrainer, "
+                "keras.Model)."
+            )
+
+    def compile(
+        self,
+        *args: Any,
+        gradient_accumulation_steps: Any = None,
+        micro_batches: Any = None,
+        skip_nonfinite: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Configures the model for training; see `keras.Model.compile`.
+
+        An open window is dropped.
+
+        Args:
+            *args: As for `keras.Model.compile`.
+            gradient_accumulation_steps: Each batch of `fit` is a micro-batch,
+                and so many of them make an update; what is left at the end of
+                an epoch makes one too, before validation. An int, or a
+                function of the number of updates so far (an int64 tensor)
+                such as `keras.optimizers.schedules.PiecewiseConstantDecay`.
+                The int may be changed later, by the attribute of this name.
+            micro_batches: Each batch of `fit` is split into so many
+                micro-batches of nearly equal size, or into a list of sizes,
+                that run one after another, and makes an update.
+            skip_nonfinite: Whether a micro-batch whose gradient has NaN or
+                inf counts as not seen: its gradient, the statistics and
+                counters that it moved, metrics. It is counted in
+                `nonfinite_micro_batches`. With a `LossScaleOptimizer` the
+                scale falls once at the end of the window. On several replicas
+                each leaves out its own part.
+            **kwargs: As for `keras.Model.compile`.
+
+        Raises:
+            TypeError: An argument is of the wrong type.
+            ValueError: An argument is out of range, both windows are given,
+                the optimizer accumulates too, or the model has a `train_step`
+                or `compute_loss` of its own that can't be followed.
+        """
+        options = settings_lib.checked(
+            gradient_accumulation_steps, micro_batches, skip_nonfinite
+        )
+        if options is not None:
+            bound = inspect.signature(super().compile).bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = keras.optimizers.get(bound.arguments["optimizer"])
+            settings_lib.check_model(self, given, AccumulatingTrainer)
+            bound.arguments["optimizer"] = given
+            args, kwargs = bound.args, bound.kwargs
+        super().compile(*args, **kwargs)
+        self._progress = None
+        self._gradient_accumulator = None
+        self._random_state = None
+        if options is not None:
+            compat.split_losses(self)
+            self._progress = progress.Progress(self, options)
+            # As attributes they are saved with the model.
+            self._gradient_accumulator = self._progress.accumulator
+            self._random_state = self._progress.random_state
+            if self.built:
+                self._random_state.build(self)
+
+    def get_compile_config(self) -> dict[str, Any]:
+        """Returns the arguments of `compile`, serialized."""
+        config = super().get_compile_config()
+        if config and self._progress is not None:
+            options = self._progress.settings.config()
+            if self._progress.steps is not None:
+                options["gradient_accumulation_steps"] = (
+                    self.gradient_accumulation_steps
+                )
+            config |= {
+                name: keras.saving.serialize_keras_object(value)
+                for name, value in options.items()
+            }
+        return config
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """Compiles the model as `get_compile_config` says."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.built and self.optimizer is not None:
+            self.optimizer.build(self.trainable_variables)
+
+    @property
+    def gradient_accumulation_steps(self) -> Any:
+        """Micro-batches in a window over calls; None if there is none."""
+        state = self._progress
+        if state is None or state.steps is None:
+            return None if state is None else state.settings.steps
+        return int(tf.convert_to_tensor(state.steps))
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        state = self._compiled_window("gradient_accumulation_steps")
+        if state.steps is None:
+            raise ValueError(
+                "gradient_accumulation_steps can be changed where `compile` "
+                "was given a number. Received: "
+                f"{value!r}, for {state.settings}. Call `compile` again."
+            )
+        checked = settings_lib.checked_steps(value)
+        if not settings_lib.is_int(checked):
+            raise TypeError(
+                "gradient_accumulation_steps can be changed to another number "
+                f"only. Received: {value!r}. Give a schedule to `compile`."
+            )
+        state.steps.assign(checked)
+
+    @property
+    def nonfinite_micro_batches(self) -> int:
+        """Micro-batches left out since `compile`, over all replicas."""
+        return 0 if self._progress is None else self._progress.skipped
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """Makes the function that `fit` calls; see `keras.Model`."""
+        if self._progress is not None:
+            with self.distribute_strategy.scope():
+                self._progress.build(self)
+        return super().make_train_function(force=force)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Trains on one batch; see `keras.Model.train_step`."""
+        state = self._progress
+        if state is None:
+            return super().train_step(data)
+        if not state.settings.within_call:
+            logs = micro_step.run(self, state, data, within_call=False)
+            updates.update(
+                self,
+                state,
+                state.accumulator.is_update_step(
+                    state.window_length(self.optimizer)
+                ),
+            )
+            return self.get_metrics_result() if logs is None else logs
+        parts = state.settings.parts
+        batches.check(parts, batches.size_of(data), self._is_first_batch())
+        batches.for_each(
+            lambda part: micro_step.run(self, state, part, within_call=True),
+            data,
+            parts,
+            unrolled=state.replicas > 1 and _synchronizes(self),
+        )
+        state.means.log(self)
+        updates.update(self, state)
+        return self.get_metrics_result()
+
+    def flush(self) -> bool:
+        """Makes an update from the micro-batches of the open window.
+
+        `fit` does so at the end of each epoch. After `train_on_batch` and in
+        loops of your own call it before you look at the weights.
+
+        Returns:
+            Whether there were any.
+        """
+        state = self._compiled_window("flush()")
+        with self.distribute_strategy.scope():
+            # What a file holds is read when there is a place for it.
+            state.build(self)
+        if not state.is_open():
+            return False
+        if state.flush is None:
+            strategy = self.distribute_strategy
+
+            def end_window():
+                strategy.run(lambda: updates.update(self, state))
+
+            if not self.run_eagerly:
+                end_window = tf.function(
+                    end_window, jit_compile=self.jit_compile, autograph=False
+                )
+            state.flush = end_window
+        state.flush()
+        return True
+
+    def reset(self) -> None:
+        """Drops the open window: its micro-batches count as not seen."""
+        self._compiled_window("reset()").clear()
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains the model; see `keras.Model.fit`.
+
+        Callbacks may be `tfckpt.Callback`s. If it fails or is interrupted,
+        the open window is dropped.
+        """
+        if self._progress is None:
+            return super().fit(*args, **kwargs)
+        bound = inspect.signature(super().fit).bind(*args, **kwargs)
+        bound.arguments["callbacks"] = callbacks.with_window(
+            self, bound.arguments.get("callbacks")
+        )
+        try:
+            return super().fit(*bound.args, **bound.kwargs)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _compiled_window(self, what):
+        if self._progress is None:
+            raise ValueError(
+                f"{what} is about a window of micro-batches, and '{self.name}' "
+                "has none. Give gradient_accumulation_steps or micro_batches "
+                "to `compile` first."
+            )
+        return self._progress
+
+    def _is_first_batch(self):
+        first = tf.convert_to_tensor(self.optimizer.iterations.value) == 0
+        return bool(first) if tf.executing_eagerly() else first
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        # A private method of Keras, overridden because it builds the model
+        # under a strategy from the mean of the replicas' batches, which fails
+        # where these differ in size.
+        if self._progress is not None and iterator is not None:
+            for _, _, each in iterator:
+                data_batch = keras.tree.map_structure(
+                    self._of_one_replica, next(each)
+                )
+                break
+            iterator = None
+        super()._maybe_symbolic_build(iterator, data_batch)
+
+    def _of_one_replica(self, value):
+        return self.distribute_strategy.experimental_local_results(value)[0]
+
+
+def _synchronizes(model):
+    """Whether a layer communicates, which it can't within a loop."""
+    return any(
+        getattr(layer, "synchronized", False) for layer in _layers(model)
+    )
+
+
+def _layers(layer):
+    for each in getattr(layer, "layers", ()):
+        yield each
+        yield from _layers(each)
