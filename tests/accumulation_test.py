@@ -208,11 +208,6 @@ def test_a_wrong_number_of_gradients_changes_nothing():
     assert int(accumulator.micro_steps) == 1
 
 
-@pytest.fixture(scope="module")
-def strategy():
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def test_replicas_are_added_up_and_saved_as_one(strategy):
     def make():
         with strategy.scope():

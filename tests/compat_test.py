@@ -377,8 +377,7 @@ def test_losses_of_outputs_are_reported():
     assert [float(metric.count) for metric in metrics] == [1.0, 1.0]
 
 
-def test_optimizers_do_not_add_up_what_is_reduced():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+def test_optimizers_do_not_add_up_what_is_reduced(strategy):
     with strategy.scope():
         variable = tf.Variable(0.0)
         optimizer = keras.optimizers.SGD(1.0)

@@ -79,3 +79,10 @@ def _fresh_state():
     keras.config.set_dtype_policy("float32")
     tf.config.run_functions_eagerly(False)
     tf.config.optimizer.set_experimental_options({})
+
+
+@pytest.fixture(scope="session")
+def strategy(_logical_devices):
+    """Two replicas."""
+    # One for all: collectives of two strategies get the same keys.
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

@@ -35,12 +35,6 @@ def _model(wrap, synchronized):
     )
 
 
-@pytest.fixture(scope="module")
-def strategy():
-    # One for all: collectives of two strategies get the same keys.
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def _replicas(strategy, variables):
     """Every variable as each replica has it."""
     return [

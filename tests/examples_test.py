@@ -460,10 +460,9 @@ def test_a_step_of_more_than_there_is():
         _run(train_digits, "--gradient_accumulation_steps=1000")
 
 
-@pytest.fixture(scope="module")
-def mirrored():
-    # One for all: collectives of two strategies get the same keys.
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+@pytest.fixture
+def mirrored(strategy):
+    return strategy
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def _needs_compiler(target, *others):
     return pytest.param(target, *others, marks=marks)
 
 
-def _each(targets):
+def each_target(targets):
     return [_needs_compiler(target) for target in targets]
 
 
@@ -54,7 +54,7 @@ def test_total_counts_aliased_memory_once():
     )
 
 
-@pytest.mark.parametrize("target", _each(memory.targets()))
+@pytest.mark.parametrize("target", each_target(memory.targets()))
 def test_every_target_compiles_and_finds_the_arguments(target):
     needed = memory.compiled_memory(
         _product, tf.TensorSpec([512, 512]), target=target
@@ -64,7 +64,7 @@ def test_every_target_compiles_and_finds_the_arguments(target):
     assert needed.aliased == 0
 
 
-@pytest.mark.parametrize("target", _each(["cpu", "v5e"]))
+@pytest.mark.parametrize("target", each_target(["cpu", "v5e"]))
 def test_an_assigned_variable_is_argument_and_aliased_output(target):
     variable = tf.Variable(tf.zeros([512, 512]))
 
@@ -91,7 +91,7 @@ def test_a_trace_without_xla_is_not_used_again():
     assert len(compiled) == 2
 
 
-@pytest.mark.parametrize("target", _each(["a100-40gb"]))
+@pytest.mark.parametrize("target", each_target(["a100-40gb"]))
 def test_a_gpu_is_described_by_a_file(target, tmp_path):
     folder = pathlib.Path(memory.__file__).parent / "targets"
     path = tmp_path / "mine.txtpb"
@@ -140,7 +140,7 @@ def test_a_crash_of_the_compiler_is_an_error_here(monkeypatch, tmp_path):
         memory.compiled_memory(_product, tf.ones([2, 2]))
 
 
-@pytest.mark.parametrize("target", _each(["v5e"]))
+@pytest.mark.parametrize("target", each_target(["v5e"]))
 def test_a_step_too_big_for_the_device_is_an_error(target):
     with pytest.raises(memory.CompilationError, match="RESOURCE_EXHAUSTED"):
         memory.compiled_memory(
@@ -150,7 +150,7 @@ def test_a_step_too_big_for_the_device_is_an_error(target):
         )
 
 
-@pytest.mark.parametrize("target", _each(["v5e", "a100-40gb"]))
+@pytest.mark.parametrize("target", each_target(["v5e", "a100-40gb"]))
 def test_nothing_of_the_compiler_stays_in_this_process(
     target, monkeypatch, tmp_path
 ):

@@ -22,12 +22,6 @@ WINDOWS = {
 }
 
 
-@pytest.fixture(scope="module")
-def strategy():
-    # One for all: collectives of two strategies get the same keys.
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def _model(loss="mse", synchronized=False):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))

@@ -95,9 +95,11 @@ def test_losses(name, mode):
     """In float64 to 1e-12, weights and slots; logs where they are exact."""
     case = zoo.CASES[name]
     plain = _train(case, 12, mode, "float64", lambda m: m, _adam)
-    for window, (batch, options) in WINDOWS.items():
-        if mode != "graph" and window not in ("uneven steps", "sizes"):
-            continue
+    # What a window does beside its loss is tested in a graph.
+    windows = ["uneven steps", "uneven parts"]
+    if mode == "graph":
+        windows = ["steps", "flushed", "uneven parts", "sizes"]
+    for batch, options in map(WINDOWS.get, windows):
         found = _train(case, batch, mode, "float64", zoo.ours, _adam, **options)
         # A window over calls logs its micro-batches, as Keras would.
         logs = 1e-5 if "micro_batches" in options else None

@@ -171,6 +171,13 @@ class GradientAccumulator(compat.Saveable, tf.Module):
             one = tf.cast(where, tf.int64)
         self._counter("micro_steps").assign_add(one, read_value=False)
 
+    def sums(self) -> list[tf.Tensor]:
+        """Returns the sums as they are, of which each replica has its own."""
+        return [
+            tf.convert_to_tensor(self._sum(group, index))
+            for group, index in self._connected()
+        ]
+
     def is_update_step(self, steps: Any) -> tf.Tensor:
         """Whether the window has `steps` micro-batches, a boolean scalar."""
         return self.micro_steps >= tf.cast(steps, tf.int64)
@@ -190,20 +197,19 @@ class GradientAccumulator(compat.Saveable, tf.Module):
 
     @_UNCONVERTED
     def totals(
-        self, others: Sequence[tf.Tensor] = ()
+        self, others: Sequence[tf.Tensor] = (), *, in_place: bool = False
     ) -> tuple[list[tf.Tensor | None], list[tf.Tensor]]:
         """Returns `result()`, and other tensors added up over the replicas.
 
         Args:
             others: Tensors that go through the same collective operation.
+            in_place: Whether the sums may be divided where they are, which
+                saves their memory once; `clear` is to follow.
         """
         self.build()
         keys = self._connected()
         divided = self._plain.divided()
-        values = [
-            tf.convert_to_tensor(self._sum(group, index))
-            for group, index in keys
-        ]
+        values = self.sums()
         values += [tf.convert_to_tensor(self._weight(each)) for each in divided]
         values = _over_replicas([*values, *others])
         sums, rest = values[: len(keys)], values[len(keys) :]
@@ -215,6 +221,10 @@ class GradientAccumulator(compat.Saveable, tf.Module):
                 weight = weights[group]
                 weight = tf.where(weight == 0, tf.ones_like(weight), weight)
                 value /= tf.cast(weight, value.dtype)
+                if in_place and _replicas() == 1:
+                    total = self._sum(group, index)
+                    total.assign(value, read_value=False)
+                    value = tf.convert_to_tensor(total)
             before = found[index]
             found[index] = value if before is None else before + value
         return found, rest[len(divided) :]

@@ -68,7 +68,7 @@ def check(parts: int | tuple[int, ...], size: Any, first: Any) -> None:
 
 
 def for_each(
-    body: Callable[[Any], None],
+    body: Callable[[Any], Any],
     data: Any,
     parts: int | tuple[int, ...],
     *,
@@ -77,7 +77,8 @@ def for_each(
     """Calls `body` with one micro-batch after another.
 
     Args:
-        body: Called with a part of `data`. What it returns is lost.
+        body: Called with a part of `data`. It returns tensors that are there
+            when it is done, for a graph to wait for.
         data: A structure of tensors with samples along their first axis, and
             of None.
         parts: Number of micro-batches, or their sizes.
@@ -155,8 +156,8 @@ def _loop(body, data, parts, size):
         part = _sliced(data, *_bounds(parts, size, index))
         if even is not None:
             keras.tree.map_structure(lambda x: _with_size(x, even), part)
-        body(part)
-        return index + 1
+        with tf.control_dependencies(body(part) or ()):
+            return index + 1
 
     tf.while_loop(
         lambda index: index < count,

@@ -110,7 +110,7 @@ class Progress:
         dtype = self.accumulator.weight_dtype
         skipped = tf.cast(tf.convert_to_tensor(self._skipped_in_window), dtype)
         others = [skipped] if self.settings.skip_nonfinite else []
-        gradients, others = self.accumulator.totals(others)
+        gradients, others = self.accumulator.totals(others, in_place=True)
         return gradients, others[0] if others else skipped
 
     def clear(self) -> None:

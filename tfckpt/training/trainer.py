@@ -197,14 +197,20 @@ class AccumulatingTrainer:
             return self.get_metrics_result() if logs is None else logs
         parts = state.settings.parts
         batches.check(parts, batches.size_of(data), self._is_first_batch())
+
+        def one(part):
+            micro_step.run(self, state, part, within_call=True)
+            return state.accumulator.sums()
+
         batches.for_each(
-            lambda part: micro_step.run(self, state, part, within_call=True),
+            one,
             data,
             parts,
             unrolled=state.replicas > 1 and _synchronizes(self),
         )
         state.means.log(self)
-        updates.update(self, state)
+        # Nothing is applied if nothing was seen.
+        updates.update(self, state, state.accumulator.is_update_step(1))
         return self.get_metrics_result()
 
     def flush(self) -> bool:

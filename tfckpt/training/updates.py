@@ -75,7 +75,10 @@ def _apply(model, state, gradients, skipped):
     if scaled and state.settings.skip_nonfinite:
         # Micro-batches that overflow say that the scale is too high.
         _lower_scale(optimizer, scale, skipped > 0)
-    state.clear()
+    # The window's gradient is where zeros come now: not before it was used.
+    moved = [tf.convert_to_tensor(each.value) for each in variables]
+    with tf.control_dependencies(moved):
+        state.clear()
 
 
 def _lower_scale(optimizer, scale, where):

@@ -1,0 +1,41 @@
+"""The whole training step, as compiled for devices that are not there."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tfckpt
+from tests.memory_test import each_target
+from tfckpt import memory
+
+_DEPTH, _WIDTH, _BATCH = 12, 256, 16384
+
+
+def _temporaries(target, batch, plan, **options):
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((_WIDTH,))
+    for i in range(_DEPTH):
+        x = keras.layers.Dense(_WIDTH, activation="tanh")(x)
+        if i % 4 == 3:
+            x = keras.layers.Dropout(0.1)(x)
+    outputs = keras.layers.Dense(1)(x)
+    model = tfckpt.SegmentedModel(inputs, outputs, plan=plan)
+    model.compile("adam", "mse", metrics=["mae"], jit_compile=True, **options)
+    model.make_train_function()
+    needed = memory.compiled_memory(
+        lambda x, y: model.train_step((x, y)),
+        tf.TensorSpec([batch, _WIDTH]),
+        tf.TensorSpec([batch, 1]),
+        target=target,
+    )
+    return needed.temporaries
+
+
+@pytest.mark.parametrize("target", each_target(["cpu", "v5e", "a100-40gb"]))
+def test_recomputation_and_accumulation_in_one_step(target):
+    one = _temporaries(target, _BATCH // 8, 4, gradient_accumulation_steps=8)
+    parts = _temporaries(target, _BATCH, 4, micro_batches=8)
+    whole = _temporaries(target, _BATCH, None, micro_batches=1)
+    gradients = 4 * _DEPTH * _WIDTH**2
+    assert parts <= 1.1 * one + gradients
+    assert parts < 0.1 * whole
