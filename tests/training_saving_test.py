@@ -286,6 +286,27 @@ def test_model_checkpoint(tmp_path):
     assert _micro_steps(again) == 3
 
 
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    def fit(model):
+        resume = tfckpt.ResumeTraining(tmp_path / "resume", save_freq=1)
+        model.fit(
+            data(),
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[resume, StopAt(1, 3)],
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(make())
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3,))
+    other = tfckpt.SegmentedModel(inputs, L.Dense(1)(L.Dense(9)(inputs)))
+    other.compile("sgd", "mse", gradient_accumulation_steps=4)
+    with pytest.raises(ValueError, match="of another model.*directory"):
+        fit(other)
+
+
 @pytest.mark.parametrize("arguments", [("", 1), ("x", 0), ("x", 1.5)])
 def test_bad_arguments(arguments):
     with pytest.raises(ValueError, match="Received"):

@@ -520,3 +520,201 @@ def test_keras_distribution_is_refused():
             )
     finally:
         keras.distribution.set_distribution(None)
+
+
+# --- Faults found by attacking it -------------------------------------------
+
+
+class _AddsLoss(L.Layer):
+    def call(self, x):
+        self.add_loss(keras.ops.mean(keras.ops.square(x)))
+        return x * 1.0
+
+
+def _adding(**options):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3,))
+    x = L.Dense(4, activation="tanh", activity_regularizer="l2")(inputs)
+    model = keras.Model(inputs, L.Dense(1)(_AddsLoss()(x)))
+    if options:
+        model = tfckpt.SegmentedModel.from_model(model, plan=2)
+    model.compile(keras.optimizers.SGD(0.1), "mse", **options)
+    return model
+
+
+@pytest.mark.parametrize("mode", [{}, {"run_eagerly": True}])
+@pytest.mark.parametrize(
+    "window", [{"gradient_accumulation_steps": 4}, {"micro_batches": 4}]
+)
+def test_held_back_state_keeps_added_losses(mode, window):
+    plain = _adding()
+    model = _adding(skip_nonfinite=True, **window, **mode)
+    _fit(plain, 20)
+    _fit(model, 5 if "gradient_accumulation_steps" in window else 20)
+    _equal(plain, model)
+
+
+def test_added_losses_on_replicas_with_an_uneven_batch(strategy):
+    plain = _adding()
+    plain.fit(X[:18], Y[:18], batch_size=18, shuffle=False, verbose=0)
+    with strategy.scope():
+        model = _adding(gradient_accumulation_steps=5)
+    model.fit(X[:18], Y[:18], batch_size=4, shuffle=False, verbose=0)
+    for a, b in zip(plain.weights, model.weights, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(tf.convert_to_tensor(b.value)), a, atol=1e-6
+        )
+
+
+def _sequences(**options):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((None, 3))
+    outputs = L.Dense(1)(L.Dense(4, activation="tanh")(inputs))
+    model = tfckpt.SegmentedModel(inputs, outputs, plan=None)
+    model.compile(keras.optimizers.SGD(0.1), **options)
+    return model
+
+
+@pytest.mark.parametrize("mode", [{}, {"run_eagerly": True}])
+def test_lengths_that_change_between_batches(mode):
+    model = _sequences(loss="mse", gradient_accumulation_steps=2, **mode)
+    plain = _sequences(loss="mse")
+    random = np.random.default_rng(0)
+    for length in (5, 7):
+        x = random.normal(size=(4, length, 3)).astype("float32")
+        for part in (slice(0, 1), slice(1, 4)):
+            model.train_on_batch(x[part], x[part, :, :1])
+        plain.train_on_batch(x, x[..., :1])
+    _equal(plain, model)
+
+
+@pytest.mark.parametrize("mode", [{}, {"run_eagerly": True}])
+def test_sample_weights_in_later_batches_only(mode):
+    def make(**options):
+        loss = keras.losses.MeanSquaredError(
+            reduction="mean_with_sample_weight"
+        )
+        return _model(loss=loss, **options)
+
+    model = make(gradient_accumulation_steps=2, **mode)
+    weights = np.linspace(0.1, 3.0, 10)
+    model.train_on_batch(X[:10], Y[:10])
+    model.train_on_batch(X[10:], Y[10:], sample_weight=weights)
+    plain = make()
+    plain.train_on_batch(
+        X, Y, sample_weight=np.concatenate([np.ones(10), weights])
+    )
+    _equal(plain, model)
+
+
+def test_denominators_that_part_are_refused():
+    inputs = keras.Input((4,))
+
+    class Two(tfckpt.AccumulatingTrainer, keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = L.Dense(1)
+
+        def call(self, x):
+            y = self.dense(x)
+            return [y, keras.ops.mean(y, axis=1)]
+
+    del inputs
+    model = Two()
+    model.compile(
+        "sgd", ["mse", "mse"], gradient_accumulation_steps=2, run_eagerly=True
+    )
+    x = np.ones((2, 5, 3), "float32")
+    model.train_on_batch(x, [x[..., :1], x[:, 0, :1]])
+    x = np.ones((2, 7, 3), "float32")
+    with pytest.raises(ValueError, match="output 0 is divided.*7 elements"):
+        model.train_on_batch(x, [x[..., :1], x[:, 0, :1]])
+
+
+def test_xla_drops_no_samples():
+    """Sizes that leave some over: a further micro-batch takes them."""
+    plain = _model()
+    model = _model(micro_batches=[4, 4], jit_compile=True)
+    for each in (plain, model):
+        _fit(each, 16, epochs=2)
+    _equal(plain, model)
+
+
+def test_a_call_that_failed_leaves_nothing():
+    broken = [False]
+
+    class Breaks(L.Layer):
+        def call(self, x):
+            if broken[0]:
+                raise MemoryError
+            broken[0] = broken[1:] == [True]
+            return x
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3,))
+    model = tfckpt.SegmentedModel(
+        inputs, L.Dense(1)(Breaks()(inputs)), plan=None
+    )
+    model.compile("sgd", "mse", micro_batches=4, run_eagerly=True)
+    before = model.get_weights()
+    broken.append(True)
+    with pytest.raises(MemoryError):
+        model.train_on_batch(1e3 * X, Y)
+    broken[:] = [False]
+    loss = model.train_on_batch(X, Y)
+    plain = keras.Model(model.inputs, model.outputs)
+    after = model.get_weights()
+    plain.set_weights(before)
+    plain.compile("sgd", "mse")
+    assert plain.train_on_batch(X, Y) == pytest.approx(float(loss), rel=1e-5)
+    for a, b in zip(plain.get_weights(), after, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_trainable_toggled_between_fits():
+    """As Keras does, it goes on with what it was compiled for."""
+    found = []
+    for options, batch in (({}, 20), ({"gradient_accumulation_steps": 4}, 5)):
+        model = _model(**options)
+        _fit(model, batch)
+        model.layers[1].trainable = False
+        _fit(model, batch)
+        found.append(model)
+    assert int(found[1].optimizer.iterations) == 2
+    _equal(*found)
+
+
+def test_methods_of_a_base_that_take_anything():
+    class Base(keras.Model):
+        def compile(self, *args, **kwargs):
+            super().compile(*args, **kwargs)
+
+        def fit(self, *args, **kwargs):
+            return super().fit(*args, **kwargs)
+
+    class Own(tfckpt.AccumulatingTrainer, Base):
+        def __init__(self):
+            super().__init__()
+            self.dense = L.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+    model = Own()
+    model.compile("sgd", "mse", gradient_accumulation_steps=4)
+    record = _Record()
+    _fit(model, callbacks=[record])
+    assert int(model.optimizer.iterations) == 3
+    assert ("update", 3, 1) in record.seen
+
+
+def test_a_loss_of_one_element():
+    def largest(y_true, y_pred):
+        return tf.reduce_mean(tf.square(y_true - y_pred), keepdims=True)[0]
+
+    model = _model(loss=largest, micro_batches=[1, 15, 4])
+    plain = _model(loss=largest)
+    with pytest.warns(UserWarning, match="'largest' gives one number"):
+        _fit(model, 20)
+    _fit(plain, 20)
+    _equal(plain, model)

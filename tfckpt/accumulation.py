@@ -232,8 +232,15 @@ class GradientAccumulator(compat.Saveable, tf.Module):
     @_UNCONVERTED
     def clear(self) -> None:
         """Empties the window: everything is 0, also where it was NaN."""
+        # A graph keeps zeros that it knows, or fills, in memory beside the
+        # sums: variables share them until something is added. Not these.
+        never = self.micro_steps < 0
         for variable in self._all():
-            variable.assign(tf.zeros(variable.shape, variable.dtype))
+            zero = tf.zeros([], variable.dtype)
+            variable.assign(
+                tf.where(never, tf.convert_to_tensor(variable), zero),
+                read_value=False,
+            )
 
     # How Keras saves it with a model.
 

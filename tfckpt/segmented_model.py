@@ -131,6 +131,8 @@ class SegmentedModel(training.AccumulatingTrainer, keras.Model):
         segmented.activity_regularizer = model.activity_regularizer
         if model.compiled:
             arguments = compat.compile_arguments(model)
+            if isinstance(model, training.AccumulatingTrainer):
+                arguments |= model.window_options()
             # It is scaled already if it is to be.
             arguments["optimizer"] = model.optimizer
             segmented.compile(**arguments, auto_scale_loss=False)

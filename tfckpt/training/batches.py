@@ -192,6 +192,10 @@ def _runs(parts, size):
                 runs[-1] = runs[-1][0] + 1, stop - start
             else:
                 runs.append((1, stop - start))
+        if not known:
+            # No error of a batch that is too large gets out of XLA.
+            rest = tf.maximum(size - sum(parts), 0)
+            runs.append((tf.cast(rest > 0, tf.int32), rest))
     return [
         (count, each)
         for count, each in runs

@@ -256,8 +256,9 @@ class ResumeTraining(keras.callbacks.Callback):
         }
         if metrics:
             state["metrics"] = model.metrics_variables
+        window = getattr(model, "_gradient_accumulator", None)
         return tf.train.Checkpoint(
-            window=model._gradient_accumulator,
+            **({} if window is None else {"window": window}),
             **self._position,
             **{
                 name: [variable.value for variable in variables]
@@ -269,7 +270,23 @@ class ResumeTraining(keras.callbacks.Callback):
         path = tf.train.latest_checkpoint(self._directory)
         if path is None:
             return False
-        self._checkpoint(metrics).restore(path).expect_partial()
+        try:
+            status = self._checkpoint(metrics).restore(path)
+            if metrics:
+                status.assert_existing_objects_matched()
+            status.expect_partial()
+        except (
+            AssertionError,
+            IndexError,
+            ValueError,
+            tf.errors.OpError,
+        ) as error:
+            raise ValueError(
+                f"The checkpoint {path} can't be restored: it is damaged, or "
+                "of another model or optimizer. Expected one that "
+                "ResumeTraining wrote for the same model. Give another "
+                f"directory, or delete it. ({error})"
+            ) from error
         return True
 
     def _save(self, epoch, batch):

@@ -5,6 +5,7 @@ its gradient is NaN. So what it assigns is held back, and assigned or forgotten
 when that is known.
 """
 
+import inspect
 from typing import Any
 
 import keras
@@ -28,8 +29,24 @@ class HeldUpdates(keras.StatelessScope):
     """
 
     def __init__(self):
-        super().__init__()
+        super().__init__(collect_losses=True)
         self._held = {}
+        self._layer_losses = []
+
+    def __exit__(self, *args, **kwargs):
+        super().__exit__(*args, **kwargs)
+        # Layers forget losses of a scope that has ended.
+        kept = {id(loss) for loss in self.losses}
+        for layer, loss in self._layer_losses:
+            if id(loss) in kept:
+                layer.add_loss(loss)
+
+    def add_loss(self, loss: tf.Tensor) -> None:
+        """Called by `Layer.add_loss`, and for activity regularizers."""
+        super().add_loss(loss)
+        # The scope is not told which layer calls; `Layer.add_loss` is.
+        layer = inspect.currentframe().f_back.f_locals["self"]
+        self._layer_losses.append((layer, loss))
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Called by Keras when a variable is assigned."""

@@ -66,6 +66,10 @@ class WindowMeans:
             metric.update_state(
                 self._mean(f"output {index}", divided), sample_weight=samples
             )
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the losses that were added."""
         for variable in self._variables.values():
             variable.assign(tf.zeros([], variable.dtype))
 

@@ -85,32 +85,81 @@ class Loss:
 
 
 def compute(
-    model: keras.Model, x: Any, y: Any, y_pred: Any, weight: Any, samples: Any
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    y_pred: Any,
+    weight: Any,
+    *,
+    samples: Any,
+    names: dict[int, Any],
 ) -> Loss:
-    """Returns the loss of a micro-batch of `samples` samples."""
+    """Returns the loss of a micro-batch.
+
+    Args:
+        model: The model.
+        x: Its inputs.
+        y: Targets.
+        y_pred: Its outputs.
+        weight: Sample weights, or None.
+        samples: Number of samples.
+        names: The denominators of the outputs' losses as they were found
+            first. They stay, or parts of a window would be kept apart.
+    """
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if settings.has_own_loss(model):
         total = compat.compute_loss(model, x, y, y_pred, weight)
         denominator = model.loss_denominator(x, y, y_pred, weight)
         return Loss({_OWN: (_sum(total) * replicas, denominator)}, [])
-    reader = _Reader(replicas)
+    reader = _Reader(replicas, _has_open_outputs(model))
     with compat.reported_losses(reader):
         total = compat.compute_loss(model, x, y, y_pred, weight)
-    terms, plain = reader.terms, reader.plain
-    others = model.losses
+    plain, others = reader.plain, model.losses
     regularizers = sum(
         v.regularizer is not None for v in model.trainable_weights
     )
-    names = {term.denominator for term in terms}
-    riding = len(others) == regularizers and SUM not in names
-    if len(names) == 1 and (not others or riding):
+    found = {term.denominator for term in reader.terms}
+    riding = len(others) == regularizers and SUM not in found
+    joined = bool(others) and not riding
+    terms = _settled(reader.terms, names, joined)
+    found = {term.denominator for term in terms}
+    alone = len(terms) == 1 or SAMPLES not in found
+    if len(found) == 1 and not joined and alone:
         # One denominator: the loss is what Keras made of it.
-        (name,) = names
+        (name,) = found
         target = _sum(total) if name == SUM else _sum(total) * replicas
         if not plain:
             target = _added(terms, others)
         return Loss({name: (target, terms[0].weight)}, terms)
     return _grouped(terms, others, samples, riding)
+
+
+def _has_open_outputs(model):
+    """Whether outputs differ in size from batch to batch, samples apart."""
+    outputs = getattr(model, "outputs", None) or ()
+    return any(None in tuple(x.shape[1:]) for x in outputs)
+
+
+def _settled(terms, names, joined):
+    """Returns the terms with the names of the first batch."""
+    settled = []
+    for index, term in enumerate(terms):
+        now = term.denominator, term.per_sample
+        first = names.setdefault(index, now)
+        shared = sum(each[0] == first[0] for each in names.values()) > 1
+        shared = shared or (first[0] == SAMPLES and joined)
+        if first != now and shared:
+            raise ValueError(
+                f"The loss of output {index} is divided by {now[0]!r} "
+                f"({now[1]} elements a sample), but in batches before by "
+                f"{first[0]!r} ({first[1]} elements a sample), as other "
+                "parts of the loss are. In one window they could not be told "
+                "apart. Give all batches the same sizes, masks and sample "
+                "weights, or declare sizes that change as None, as in "
+                "keras.Input((None, 3))."
+            )
+        settled.append(dataclasses.replace(term, denominator=first[0]))
+    return settled
 
 
 def _grouped(terms, others, samples, riding):
@@ -169,7 +218,8 @@ class _Reader:
         plain: Whether all are as Keras divides them among replicas.
     """
 
-    def __init__(self, replicas):
+    def __init__(self, replicas, open_outputs):
+        self._open = open_outputs
         self.terms = []
         self.plain = True
         self._replicas = replicas
@@ -195,11 +245,12 @@ class _Reader:
         name, weight = self._denominator(
             loss, values, masks, sample_weight, y_pred
         )
-        scaled = name != SUM and values is not None and values.shape.rank != 0
+        scalar = values is None or values.shape.rank == 0
+        scaled = name != SUM and not scalar
         if not scaled and name != SUM:
             self.plain = False
         unscaled = _sum(value) * self._replicas if scaled else _sum(value)
-        known = name == SAMPLES and scaled
+        known = name == SAMPLES and not _is_whole(values, y_pred)
         per_sample = values.shape[1:].num_elements() if known else 1
         unreduced = value if value.shape.rank != 0 else None
         self.terms.append(
@@ -208,7 +259,7 @@ class _Reader:
         return value
 
     def _denominator(self, loss, values, masks, sample_weight, y_pred):
-        if values is None or values.shape.rank == 0:
+        if _is_whole(values, y_pred):
             warnings.warn(
                 f"The loss '{loss.name}' gives one number for the whole "
                 "micro-batch. It is taken as a mean over samples; a loss that "
@@ -237,7 +288,7 @@ class _Reader:
         return self._named("valid", masks), tf.reduce_sum(valid) * share
 
     def _dense(self, values, size):
-        if values.shape[1:].is_fully_defined():
+        if values.shape[1:].is_fully_defined() and not self._open:
             return SAMPLES, size
         return f"elements {len(self.terms)}", size
 
@@ -250,6 +301,14 @@ class _Reader:
         name = f"{kind} {len(self.terms)}"
         self._seen.append((name, tensors))
         return name
+
+
+def _is_whole(values, y_pred):
+    """Whether a loss is one number for the batch, not one a sample."""
+    if values is None or values.shape.rank == 0:
+        return True
+    samples = keras.tree.flatten(y_pred)[0].shape[0]
+    return values.shape[0] == 1 and samples != 1
 
 
 def _with_call(loss, call):

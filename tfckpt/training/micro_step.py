@@ -48,7 +48,15 @@ def run(
                 y_pred = model(x, training=True)
             else:
                 y_pred = model(x)
-        loss = losses.compute(model, x, y, y_pred, sample_weight, samples)
+        loss = losses.compute(
+            model,
+            x,
+            y,
+            y_pred,
+            sample_weight,
+            samples=samples,
+            names=state.names,
+        )
         state.build(model)
         scaled = {
             name: model.optimizer.scale_loss(target)

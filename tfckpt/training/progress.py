@@ -23,6 +23,7 @@ class Progress:
         steps: A variable, the length of the window; None if it is no number.
         denominators: By how many numbers parts of the loss are divided; 0
             while that is not known.
+        names: The denominators of the outputs' losses, as first found.
         replicas: In how many replicas the model runs.
         flush: The function that ends the window, once it is made.
     """
@@ -32,6 +33,7 @@ class Progress:
         self.accumulator = accumulation.GradientAccumulator()
         self.random_state = random_state.RandomState(self.is_open)
         self.denominators = 0
+        self.names = {}
         self.flush = None
         self._strategy = model.distribute_strategy
         self.replicas = self._strategy.num_replicas_in_sync
@@ -91,6 +93,15 @@ class Progress:
         variables = model.trainable_weights
         if not variables or not model.built:
             return
+        for variable in variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise ValueError(
+                    f"The gradient of '{variable.path}' is its new value "
+                    "(float8 layers have such), so that gradients of "
+                    "micro-batches can't be added. Leave out "
+                    "gradient_accumulation_steps and micro_batches, or "
+                    "float8."
+                )
         self.random_state.build(model)
         self.accumulator.build(variables)
         if not model.optimizer.built:
@@ -116,6 +127,7 @@ class Progress:
     def clear(self) -> None:
         """Empties the window."""
         self.accumulator.clear()
+        self.means.clear()
         self._skipped_in_window.assign(tf.zeros([]))
 
 

@@ -10,8 +10,6 @@ from tfckpt import _compat_training as compat
 from tfckpt.training import batches, callbacks, micro_step, progress, updates
 from tfckpt.training import settings as settings_lib
 
-_OPTIONS = ("gradient_accumulation_steps", "micro_batches", "skip_nonfinite")
-
 
 class AccumulatingTrainer:
     """Adds exact gradient accumulation to a Keras model.
@@ -103,12 +101,12 @@ class AccumulatingTrainer:
             gradient_accumulation_steps, micro_batches, skip_nonfinite
         )
         if options is not None:
-            bound = inspect.signature(super().compile).bind(*args, **kwargs)
-            bound.apply_defaults()
-            given = keras.optimizers.get(bound.arguments["optimizer"])
+            args, kwargs, given = _taken(
+                super().compile, args, kwargs, "optimizer", "rmsprop"
+            )
+            given = keras.optimizers.get(given)
             settings_lib.check_model(self, given, AccumulatingTrainer)
-            bound.arguments["optimizer"] = given
-            args, kwargs = bound.args, bound.kwargs
+            kwargs["optimizer"] = given
         super().compile(*args, **kwargs)
         self._progress = None
         self._gradient_accumulator = None
@@ -126,16 +124,21 @@ class AccumulatingTrainer:
         """Returns the arguments of `compile`, serialized."""
         config = super().get_compile_config()
         if config and self._progress is not None:
-            options = self._progress.settings.config()
-            if self._progress.steps is not None:
-                options["gradient_accumulation_steps"] = (
-                    self.gradient_accumulation_steps
-                )
             config |= {
                 name: keras.saving.serialize_keras_object(value)
-                for name, value in options.items()
+                for name, value in self.window_options().items()
             }
         return config
+
+    def window_options(self) -> dict[str, Any]:
+        """Returns the arguments of `compile` that are about windows."""
+        if self._progress is None:
+            return {}
+        options = self._progress.settings.config()
+        if self._progress.steps is not None:
+            steps = self.gradient_accumulation_steps
+            options["gradient_accumulation_steps"] = steps
+        return options
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles the model as `get_compile_config` says."""
@@ -175,9 +178,11 @@ class AccumulatingTrainer:
 
     def make_train_function(self, force: bool = False) -> Any:
         """Makes the function that `fit` calls; see `keras.Model`."""
-        if self._progress is not None:
+        state = self._progress
+        # A function that is traced goes on with the variables that it knows.
+        if state is not None and not state.accumulator.variables_of_model:
             with self.distribute_strategy.scope():
-                self._progress.build(self)
+                state.build(self)
         return super().make_train_function(force=force)
 
     def train_step(self, data: Any) -> dict[str, Any]:
@@ -195,6 +200,8 @@ class AccumulatingTrainer:
                 ),
             )
             return self.get_metrics_result() if logs is None else logs
+        # A call that failed may have left something.
+        updates.if_true(state.accumulator.is_update_step(1), state.clear)
         parts = state.settings.parts
         batches.check(parts, batches.size_of(data), self._is_first_batch())
 
@@ -223,9 +230,10 @@ class AccumulatingTrainer:
             Whether there were any.
         """
         state = self._compiled_window("flush()")
-        with self.distribute_strategy.scope():
+        if not state.accumulator.variables_of_model:
             # What a file holds is read when there is a place for it.
-            state.build(self)
+            with self.distribute_strategy.scope():
+                state.build(self)
         if not state.is_open():
             return False
         if state.flush is None:
@@ -254,14 +262,15 @@ class AccumulatingTrainer:
         """
         if self._progress is None:
             return super().fit(*args, **kwargs)
-        bound = inspect.signature(super().fit).bind(*args, **kwargs)
-        bound.arguments["callbacks"] = callbacks.with_window(
-            self, bound.arguments.get("callbacks")
+        args, kwargs, given = _taken(
+            super().fit, args, kwargs, "callbacks", None
         )
+        kwargs["callbacks"] = callbacks.with_window(self, given)
         try:
-            return super().fit(*bound.args, **bound.kwargs)
+            return super().fit(*args, **kwargs)
         except BaseException:
-            self.reset()
+            if self._progress is not None:
+                self.reset()
             raise
 
     def _compiled_window(self, what):
@@ -292,6 +301,24 @@ class AccumulatingTrainer:
 
     def _of_one_replica(self, value):
         return self.distribute_strategy.experimental_local_results(value)[0]
+
+
+def _taken(method, args, kwargs, name, default):
+    """Takes an argument out of a call, however it was given."""
+    kwargs = dict(kwargs)
+    if name in kwargs:
+        return args, kwargs, kwargs.pop(name)
+    names = list(inspect.signature(method).parameters)
+    if name not in names:
+        # It takes anything, and hands it on to Keras.
+        keras_method = getattr(keras.Model, method.__name__)
+        names = list(inspect.signature(keras_method).parameters)[1:]
+    place = names.index(name) if name in names else len(args)
+    if place >= len(args):
+        return args, kwargs, default
+    # What comes after it has to be given by name.
+    kwargs |= dict(zip(names[place + 1 :], args[place + 1 :], strict=False))
+    return args[:place], kwargs, args[place]
 
 
 def _synchronizes(model):

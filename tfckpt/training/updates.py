@@ -30,7 +30,7 @@ def update(
         predicate: Whether to do so, a boolean scalar, equal on all replicas.
     """
     if not tf.distribute.has_strategy():
-        _if(predicate, lambda: _apply(model, state, *state.totals()))
+        if_true(predicate, lambda: _apply(model, state, *state.totals()))
         return
 
     def together(strategy, predicates):
@@ -45,13 +45,14 @@ def update(
                 )
 
         first = strategy.experimental_local_results(predicates)[0]
-        _if(first, end_window)
+        if_true(first, end_window)
 
     context = tf.distribute.get_replica_context()
     context.merge_call(together, args=(predicate,))
 
 
-def _if(predicate, function: Callable[[], None]):
+def if_true(predicate: Any, function: Callable[[], None]) -> None:
+    """Calls a function where a boolean scalar is True."""
     if predicate is True:
         function()
     elif tf.executing_eagerly():
