@@ -21,7 +21,13 @@ _ROOMS = {
     "memory": {"_compat"},
     "devices": {"memory", "units"},
     # One update from many micro-batches.
-    "accumulation": {"_compat_training"},
+    "gradient_names": set(),
+    "replica_variables": set(),
+    "accumulation": {
+        "_compat_training",
+        "gradient_names",
+        "replica_variables",
+    },
     "tpu_address": set(),
     "distribute": {"_compat_training", "tpu_address"},
     "training": {
@@ -29,6 +35,7 @@ _ROOMS = {
         "_compat_training",
         "accumulation",
         "distribute",
+        "replica_variables",
     },
     # Plain data and algorithms.
     "costs": set(),

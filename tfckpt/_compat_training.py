@@ -13,10 +13,18 @@ import keras
 from keras.src.saving import keras_saveable
 from keras.src.trainers import compile_utils
 
-# What a model saves with its weights, but does not count among them. Every
-# public class of Keras that is saved holds variables of the model or shows up
-# among its metrics.
-Saveable = keras_saveable.KerasSaveable
+
+class Saveable(keras_saveable.KerasSaveable):
+    """What a model saves with its weights, but does not count among them.
+
+    Every public class of Keras that is saved holds variables of the model or
+    shows up among its metrics.
+    """
+
+    def _obj_type(self):
+        # One of the kinds that Keras saves: the one without variables.
+        return "Loss"
+
 
 _LOCAL = threading.local()
 

@@ -18,10 +18,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfckpt import _compat_training as compat
+from tfckpt import gradient_names as names
+from tfckpt import replica_variables
 
-_ON_READ = tf.VariableSynchronization.ON_READ
-_SUM = tf.VariableAggregation.SUM
-_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 _UNCONVERTED = tf.autograph.experimental.do_not_convert
 # What `add` takes for a single denominator.
 _ONE = ""
@@ -64,12 +63,13 @@ class GradientAccumulator(compat.Saveable, tf.Module):
 
     def __init__(self, variables: Sequence[Any] = ()):
         super().__init__(name="gradient_accumulator")
-        self._plain = _Plain(tuple(variables))
+        # A plain object, in which TensorFlow does not look for variables.
+        self._book = names.Book(tuple(variables))
 
     @property
     def variables_of_model(self) -> tuple[Any, ...]:
         """The variables whose gradients are added."""
-        return self._plain.variables
+        return self._book.variables
 
     @property
     def weight_dtype(self) -> tf.DType:
@@ -96,20 +96,18 @@ class GradientAccumulator(compat.Saveable, tf.Module):
             variables: Those whose gradients are added from now on. Others
                 than before drop what was accumulated.
         """
-        if variables is not None and not _same(
-            self._plain.variables, variables
-        ):
-            for name in self._plain.state:
+        if variables is not None and not _same(self._book.variables, variables):
+            for name in self._book.state:
                 delattr(self, f"_{name}")
-            self._plain = _Plain(tuple(variables), self._plain.pending)
-        if not self._plain.variables:
+            self._book = names.Book(tuple(variables), self._book.pending)
+        if not self._book.variables:
             return
         self._counter("micro_steps")
-        for index in range(len(self._plain.variables)):
+        for index in range(len(self._book.variables)):
             self._sum("0", index)
         self._weight("0")
-        if self._plain.pending:
-            pending, self._plain.pending = self._plain.pending, {}
+        if self._book.pending:
+            pending, self._book.pending = self._book.pending, {}
             self._restore(pending)
 
     @property
@@ -154,7 +152,7 @@ class GradientAccumulator(compat.Saveable, tf.Module):
                 )
         self.build()
         for name, each in gradients.items():
-            group = self._plain.group(name, divided=weight[name] is not None)
+            group = self._book.group(name, divided=weight[name] is not None)
             self._add_group(group, each, weight[name], where)
         self.count(where)
 
@@ -208,7 +206,7 @@ class GradientAccumulator(compat.Saveable, tf.Module):
         """
         self.build()
         keys = self._connected()
-        divided = self._plain.divided()
+        divided = self._book.divided()
         values = self.sums()
         values += [tf.convert_to_tensor(self._weight(each)) for each in divided]
         values = _over_replicas([*values, *others])
@@ -244,93 +242,81 @@ class GradientAccumulator(compat.Saveable, tf.Module):
 
     # How Keras saves it with a model.
 
-    def _obj_type(self):
-        # One of the kinds that Keras saves: the one without variables.
-        return "Loss"
-
     def save_own_variables(self, store: Any) -> None:
         """Writes the open window; nothing if it is empty."""
-        if not self._plain.state or not int(self.micro_steps):
+        if not self._book.state or not int(self.micro_steps):
             return
-        for name, variable in self._plain.state.items():
+        for name, variable in self._book.state.items():
             store[name] = np.asarray(tf.convert_to_tensor(variable))
 
     def load_own_variables(self, store: Any) -> None:
         """Reads what `save_own_variables` wrote."""
         values = {key: np.asarray(store[key]) for key in store.keys()}  # noqa: SIM118
         if not self.variables_of_model:
-            self._plain.pending = values
+            self._book.pending = values
             return
         self.build()
         self._restore(values)
 
     def _restore(self, values):
-        _check(values, self.variables_of_model)
+        names.check(values, self.variables_of_model)
         self.clear()
+        for group, index, _ in names.sums(values):
+            self._sum(group, index)
+        for group, _ in names.weights(values):
+            self._weight(group)
         for name, value in values.items():
-            kind, *place = name.split("_")
-            if kind == "sum":
-                variable = self._sum(place[0], int(place[1]))
-            elif kind == "weight":
-                variable = self._weight(place[0])
-            else:
-                variable = self._counter(name)
+            variable = self._book.state[name]
             variable.assign(tf.cast(value, variable.dtype))
-        self._plain.restored(values)
+        self._book.note_connected(values)
 
     # The variables, made when they are first needed.
 
     def _all(self):
-        return self._plain.state.values()
+        return self._book.state.values()
 
     def _sum(self, group, index):
         variable = self.variables_of_model[index]
         dtype = tf.as_dtype(variable.dtype)
         if dtype.size < 4:
             dtype = tf.float32
-        return self._made(f"sum_{group}_{index}", variable.shape, dtype, _SUM)
+        name = names.of_sum(group, index)
+        return self._made(name, replica_variables.total, variable.shape, dtype)
 
     def _weight(self, group):
-        return self._made(f"weight_{group}", [], self.weight_dtype, _SUM)
+        name = names.of_weight(group)
+        return self._made(name, replica_variables.total, [], self.weight_dtype)
 
     def _counter(self, name):
-        # The same on each replica.
-        return self._made(name, [], tf.int64, _FIRST)
+        return self._made(name, replica_variables.alike, tf.int64)
 
-    def _made(self, name, shape, dtype, aggregation):
-        state = self._plain.state
+    def _made(self, name, make, *args):
+        state = self._book.state
         if name not in state:
-            # Out of the function that is being traced, and out of its loops.
+            state[name] = make(*args, name)
             with tf.init_scope():
-                state[name] = tf.Variable(
-                    tf.zeros(shape, dtype),
-                    trainable=False,
-                    name=name,
-                    synchronization=_ON_READ,
-                    aggregation=aggregation,
-                )
                 # A checkpoint finds it as an attribute.
                 setattr(self, f"_{name}", state[name])
         return state[name]
 
     def _connected(self):
         """Denominator and index of each gradient that there ever was."""
-        if not self._plain.connected:
+        if not self._book.connected:
             # A checkpoint of TensorFlow's may have been restored.
             with tf.init_scope():
-                self._plain.restored(
+                self._book.note_connected(
                     {
                         name: np.asarray(tf.convert_to_tensor(variable))
-                        for name, variable in self._plain.state.items()
+                        for name, variable in self._book.state.items()
                     }
                 )
-        return sorted(self._plain.connected)
+        return sorted(self._book.connected)
 
     def _add_group(self, group, gradients, weight, where):
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            self._plain.connected.add((group, index))
+            self._book.connected.add((group, index))
             _add(self._sum(group, index), gradient, weight, where)
         if weight is not None:
             total = self._weight(group)
@@ -338,37 +324,6 @@ class GradientAccumulator(compat.Saveable, tf.Module):
             if where is not None:
                 weight = tf.where(where, weight, tf.zeros_like(weight))
             total.assign_add(weight, read_value=False)
-
-
-class _Plain:
-    """What TensorFlow shall not look for variables in."""
-
-    def __init__(self, variables, pending=()):
-        self.variables = variables
-        self.pending = dict(pending)
-        # The accumulator's variables by name.
-        self.state = {}
-        # Pairs of denominator and index of variable.
-        self.connected = set()
-        self._groups = {}
-        self._undivided = set()
-
-    def group(self, name, *, divided):
-        found = self._groups.setdefault(name, str(len(self._groups)))
-        if not divided:
-            self._undivided.add(found)
-        return found
-
-    def divided(self):
-        groups = {name.split("_")[1] for name in self.state if "weight" in name}
-        return sorted(groups - self._undivided)
-
-    def restored(self, values):
-        """Finds out from values what was connected."""
-        for name, value in values.items():
-            kind, *place = name.split("_")
-            if kind == "sum" and np.any(value):
-                self.connected.add((place[0], int(place[1])))
 
 
 def as_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
@@ -415,27 +370,3 @@ def _weighted(gradient, weight, where, dtype):
         # 0 times NaN is NaN.
         gradient = tf.where(where, gradient, tf.zeros([], dtype))
     return gradient
-
-
-def _check(values, variables):
-    """Before any state is changed, whether it is that of these variables."""
-    for name, value in values.items():
-        kind, *place = name.split("_")
-        if kind != "sum":
-            continue
-        index = int(place[1])
-        if index >= len(variables) or tuple(variables[index].shape) != (
-            value.shape
-        ):
-            expected = (
-                f"only {len(variables)} variables are trained"
-                if index >= len(variables)
-                else f"'{variables[index].name}' has shape "
-                f"{tuple(variables[index].shape)}"
-            )
-            raise ValueError(
-                "The file holds gradients accumulated for other variables: "
-                f"number {index} has shape {value.shape}, but {expected}. "
-                "Expected a file that the same model has saved, with the same "
-                "layers trainable."
-            )

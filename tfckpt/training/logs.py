@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfckpt import _compat_training as compat
+from tfckpt import replica_variables
 from tfckpt.training import losses
 
 
@@ -54,7 +55,7 @@ class WindowMeans:
         self._add("samples seen", 1.0, samples)
 
     def log(self, model: keras.Model) -> None:
-        """Updates the metrics of the losses, and begins anew."""
+        """Updates the metrics of the losses."""
         if not self._variables:
             return
         samples = tf.convert_to_tensor(self._variable("samples seen", 1))
@@ -66,7 +67,6 @@ class WindowMeans:
             metric.update_state(
                 self._mean(f"output {index}", divided), sample_weight=samples
             )
-        self.clear()
 
     def clear(self) -> None:
         """Forgets the losses that were added."""
@@ -91,12 +91,6 @@ class WindowMeans:
 
     def _variable(self, name, part):
         if (name, part) not in self._variables:
-            # Out of the function that is being traced, and out of its loops.
-            with tf.init_scope():
-                self._variables[name, part] = tf.Variable(
-                    0.0,
-                    trainable=False,
-                    synchronization=tf.VariableSynchronization.ON_READ,
-                    aggregation=tf.VariableAggregation.SUM,
-                )
+            variable = replica_variables.total([], tf.float32)
+            self._variables[name, part] = variable
         return self._variables[name, part]

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfckpt import _compat_training as compat
-from tfckpt.training import batches, guard, logs, losses, progress
+from tfckpt.training import batches, guard, logs, losses, progress, updates
 
 
 def run(
@@ -36,7 +36,6 @@ def run(
         state.build(model, x)
         state.accumulator.count()
         return _metrics(model, data)
-    # A batch that is spread over replicas may leave one without samples.
     may_be_empty = not isinstance(samples, int) and state.replicas > 1
     guarded = may_be_empty or state.settings.skip_nonfinite
     if guarded:
@@ -93,7 +92,7 @@ def run(
         return log()
     if tf.executing_eagerly():
         return log() if counts else _metrics(model, data)
-    tf.cond(counts, lambda: _nothing(log()), lambda: _nothing(None))
+    updates.if_true(counts, log)
     return None
 
 
@@ -101,10 +100,6 @@ def _metrics(model, data):
     if not compat.metrics_built(model):
         compat.build_metrics(model, data)
     return model.get_metrics_result()
-
-
-def _nothing(_):
-    return tf.constant(0)
 
 
 def _finite(gradients, targets):

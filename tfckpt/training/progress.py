@@ -5,11 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfckpt import accumulation
+from tfckpt import accumulation, replica_variables
 from tfckpt.training import logs, random_state, settings
-
-_ON_READ = tf.VariableSynchronization.ON_READ
-_SUM = tf.VariableAggregation.SUM
 
 
 class Progress:
@@ -44,9 +41,9 @@ class Progress:
                 self.steps = tf.Variable(
                     options.steps, dtype=tf.int64, trainable=False
                 )
-            self._skipped = _counter(tf.int64)
+            self._skipped = replica_variables.total([], tf.int64)
             # Float, to go with the gradients of the window.
-            self._skipped_in_window = _counter(tf.float32)
+            self._skipped_in_window = replica_variables.total([], tf.float32)
 
     @property
     def may_ask_twice(self) -> bool:
@@ -129,12 +126,3 @@ class Progress:
         self.accumulator.clear()
         self.means.clear()
         self._skipped_in_window.assign(tf.zeros([]))
-
-
-def _counter(dtype):
-    return tf.Variable(
-        tf.zeros([], dtype),
-        trainable=False,
-        synchronization=_ON_READ,
-        aggregation=_SUM,
-    )

@@ -39,10 +39,6 @@ class RandomState(compat.Saveable, tf.Module):
         if len(found) != len(self._generators):
             self._generators = found
 
-    def _obj_type(self):
-        # One of the kinds that Keras saves: the one without variables.
-        return "Loss"
-
     def save_own_variables(self, store: Any) -> None:
         """Writes the states, while a window is open."""
         if self._is_open():

@@ -200,8 +200,6 @@ class AccumulatingTrainer:
                 ),
             )
             return self.get_metrics_result() if logs is None else logs
-        # A call that failed may have left something.
-        updates.if_true(state.accumulator.is_update_step(1), state.clear)
         parts = state.settings.parts
         batches.check(parts, batches.size_of(data), self._is_first_batch())
 
@@ -253,6 +251,16 @@ class AccumulatingTrainer:
     def reset(self) -> None:
         """Drops the open window: its micro-batches count as not seen."""
         self._compiled_window("reset()").clear()
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains on one batch; see `keras.Model.train_on_batch`."""
+        try:
+            return super().train_on_batch(*args, **kwargs)
+        except BaseException:
+            if self._progress and self._progress.settings.within_call:
+                # The batch is to be one window, or none.
+                self.reset()
+            raise
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Trains the model; see `keras.Model.fit`.
