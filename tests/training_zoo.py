@@ -210,6 +210,18 @@ CASES = {
         [Y, _random(SAMPLES, 6)],
         {"loss": lambda: ["mse", "mae"], "loss_weights": [0.3, 2.0]},
     ),
+    "two outputs, each with weights": Case(
+        _two_outputs,
+        X,
+        [Y, _random(SAMPLES, 6)],
+        {
+            "loss": lambda: [
+                _loss(name, reduction="mean_with_sample_weight")
+                for name in ("MeanSquaredError", "MeanAbsoluteError")
+            ],
+        },
+        {"sample_weight": [WEIGHTS, WEIGHTS[::-1] ** 2]},
+    ),
     "two outputs, two denominators": Case(
         _mixed_outputs,
         _ids(),
