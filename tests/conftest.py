@@ -78,7 +78,10 @@ def _fresh_state():
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
     tf.config.run_functions_eagerly(False)
-    tf.config.optimizer.set_experimental_options({})
+    # An option stays as it is until it is set again.
+    tf.config.optimizer.set_experimental_options(
+        {"arithmetic_optimization": True, "disable_meta_optimizer": False}
+    )
 
 
 @pytest.fixture(scope="session")
