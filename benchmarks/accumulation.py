@@ -112,7 +112,7 @@ def epoch_peak(batch_size, depth, width, options):
     _fit(model, data)
     with memory.process_peak() as peak:
         _fit(model, data)
-    accumulator = getattr(model, "_gradient_accumulator", None)
+    accumulator = getattr(model, "gradient_accumulator", None)
     return peak.bytes, accumulator.bytes if accumulator else 0
 
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfckpt
 from tests import equality
+from tfckpt import accumulated_gradients, distribute
 
 
 def _values(tensors):
@@ -190,22 +191,95 @@ def test_checkpoints_hold_the_window():
 
 def test_other_variables_begin_a_new_window():
     variable, other = tf.Variable(0.0), tf.Variable([0.0, 0.0])
-    accumulator = tfckpt.GradientAccumulator([variable])
-    accumulator.add([tf.constant(1.0)], 1.0)
-    accumulator.build([variable])
-    assert int(accumulator.micro_steps) == 1
-    accumulator.build([other])
-    assert int(accumulator.micro_steps) == 0
-    accumulator.add([tf.constant([1.0, 2.0])], 1.0)
-    assert _values(accumulator.result()) == [[1.0, 2.0]]
+    sums = accumulated_gradients.AccumulatedGradients([variable])
+    sums.add_micro_batch({"a": [tf.constant(1.0)]}, {"a": 1.0})
+    sums.build([variable])
+    assert int(sums.micro_steps) == 1
+    sums.build([other])
+    assert int(sums.micro_steps) == 0
+    sums.add_micro_batch({"a": [tf.constant([1.0, 2.0])]}, {"a": 1.0})
+    assert _values(sums.totals()[0]) == [[1.0, 2.0]]
 
 
-def test_a_wrong_number_of_gradients_changes_nothing():
+@pytest.mark.parametrize(
+    ("gradients", "weight", "match"),
+    [
+        ([1.0, None], 1.0, "its 1 variables.*Received: 2"),
+        (
+            {"a": [1.0], "b": [2.0, 3.0]},
+            {"a": 1, "b": 1},
+            "2 gradients for 'b'",
+        ),
+        ({"a": [1.0]}, 1.0, "a weight for each.*\\['a'\\], weights of 1.0"),
+        ({"a": [1.0], "b": [1.0]}, {"a": 1.0}, "a weight for each denominator"),
+        ([[1.0, 2.0]], 1.0, "shape.*Received: \\(2,\\)"),
+    ],
+)
+def test_bad_gradients_change_nothing(gradients, weight, match):
     accumulator = tfckpt.GradientAccumulator([tf.Variable(0.0)])
     accumulator.add([tf.constant(1.0)], 1.0)
-    with pytest.raises(ValueError, match="its 1 variables.*Received: 2"):
-        accumulator.add([tf.constant(1.0), None], 1.0)
+
+    def tensors(each):
+        return [None if x is None else tf.constant(x) for x in each]
+
+    if isinstance(gradients, dict):
+        gradients = {name: tensors(each) for name, each in gradients.items()}
+    else:
+        gradients = tensors(gradients)
+    with pytest.raises(ValueError, match=match):
+        accumulator.add(gradients, weight)
     assert int(accumulator.micro_steps) == 1
+    assert _values(accumulator.result()) == [1.0]
+
+
+def _two_denominators():
+    """Sums of two denominators: what was divided by each, a zero, a None."""
+    variables = [tf.Variable(0.0), tf.Variable(0.0), tf.Variable(0.0)]
+    accumulator = tfckpt.GradientAccumulator(variables)
+    zero, one = tf.constant(0.0), tf.constant(1.0)
+    accumulator.add(
+        {"samples": [one, zero, None], "sum": [3 * one, None, None]},
+        {"samples": 2.0, "sum": None},
+    )
+    return accumulator
+
+
+def test_a_checkpoint_knows_denominators_and_zeros():
+    """A new process asks for none of them before it ends the window."""
+    first = _two_denominators()
+    assert _values(first.result()) == [4.0, 0.0, None]
+    path = tf.train.Checkpoint(a=first).write("ram://accumulation_test/names")
+    again = tfckpt.GradientAccumulator([tf.Variable(0.0) for _ in range(3)])
+    tf.train.Checkpoint(a=again).read(path)
+    assert _values(again.result()) == [4.0, 0.0, None]
+
+
+def test_a_file_knows_denominators_and_zeros(tmp_path):
+    class Model(keras.Model):
+        def __init__(self, accumulator):
+            super().__init__()
+            self.accumulator = accumulator
+            self.dense = keras.layers.Dense(1)
+            self.dense.build([None, 1])
+            self.built = True
+
+    path = tmp_path / "a.weights.h5"
+    Model(_two_denominators()).save_weights(path)
+    again = tfckpt.GradientAccumulator([tf.Variable(0.0) for _ in range(3)])
+    Model(again).load_weights(path)
+    assert int(again.micro_steps) == 1
+    assert _values(again.result()) == [4.0, 0.0, None]
+
+
+def test_a_checkpoint_of_other_variables_is_refused():
+    path = tf.train.Checkpoint(a=_two_denominators()).write(
+        "ram://accumulation_test/other"
+    )
+    other = tfckpt.GradientAccumulator([tf.Variable([0.0, 0.0])])
+    other.add([tf.constant([1.0, 2.0])], 1.0)
+    with pytest.raises(ValueError, match="accumulated for other variables"):
+        tf.train.Checkpoint(a=other).read(path)
+    assert _values(other.result()) == [[1.0, 2.0]]
 
 
 def test_replicas_are_added_up_and_saved_as_one(strategy):
@@ -231,9 +305,38 @@ def test_replicas_are_added_up_and_saved_as_one(strategy):
     path = tf.train.Checkpoint(a=first).write("ram://accumulation_test/two")
     alone = tfckpt.GradientAccumulator([tf.Variable([0.0])])
     tf.train.Checkpoint(a=alone).read(path)
-    alone.build()
     assert int(alone.micro_steps) == 1
     assert _values(alone.result()) == [[17.5]]
     again = make()
     tf.train.Checkpoint(a=again).read(path)
     assert result(again) == [17.5, 17.5]
+
+
+def test_an_optimizer_in_another_reduces_no_more(strategy):
+    """Each replica's gradient is 1, so that a step of SGD is -1."""
+
+    def make(wrap):
+        with strategy.scope():
+            variable = tf.Variable(0.0)
+            optimizer = wrap(keras.optimizers.SGD(1.0))
+            accumulator = tfckpt.GradientAccumulator([variable])
+            optimizer.build([variable])
+            accumulator.build()
+        return variable, optimizer, accumulator
+
+    def step(variable, optimizer, accumulator):
+        gradient = tf.ones([]) * getattr(optimizer, "initial_scale", 1.0)
+        accumulator.add([gradient], 1.0)
+        gradients = accumulator.result()
+        distribute.apply_reduced(optimizer, gradients, [variable])
+
+    for wrap in (
+        lambda inner: inner,
+        lambda inner: keras.optimizers.LossScaleOptimizer(
+            inner, initial_scale=8.0
+        ),
+        lambda inner: keras.optimizers.MultiOptimizer(lambda _: inner),
+    ):
+        made = make(wrap)
+        strategy.run(step, made)
+        assert float(tf.convert_to_tensor(made[0])) == -1.0

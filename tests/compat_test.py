@@ -15,6 +15,7 @@ X = tf.constant([[1.0, 2.0]])
 # It must not grow unnoticed: each entry can break with a new version.
 CALLS = {
     "ambient_state",
+    "calling_layer",
     "compiled_by_xla",
     "converted",
     "current_path",
@@ -67,6 +68,7 @@ GRAPH = {
 
 
 TRAINING = {
+    "all_layers",
     "begin_at",
     "build_metrics",
     "compute_loss",
@@ -77,6 +79,7 @@ TRAINING = {
     "reduced_already",
     "reported_losses",
     "split_losses",
+    "wrapped_optimizers",
 }
 
 
@@ -388,8 +391,48 @@ def test_optimizers_do_not_add_up_what_is_reduced(strategy):
 
     strategy.run(apply)
     assert float(tf.convert_to_tensor(variable)) == 2.0
-    with _compat_training.reduced_already([optimizer]):
+    with _compat_training.reduced_already(optimizer):
         strategy.run(apply)
     assert float(tf.convert_to_tensor(variable)) == 3.0
     strategy.run(apply)
     assert float(tf.convert_to_tensor(variable)) == 5.0
+
+
+def test_optimizers_in_optimizers():
+    inner = keras.optimizers.SGD()
+    multi = keras.optimizers.MultiOptimizer(lambda variable: inner)
+    outer = keras.optimizers.LossScaleOptimizer(multi)
+    multi.build([keras.Variable(1.0)])
+    found = _compat_training.wrapped_optimizers(outer)
+    assert {id(each) for each in found} == {id(outer), id(multi), id(inner)}
+
+
+def test_layers_in_layers():
+    class Holder(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.held = [keras.layers.Dense(1)]
+
+        def call(self, x):
+            return self.held[0](x)
+
+    holder = Holder()
+    inputs = keras.Input((2,))
+    model = keras.Sequential([inputs, keras.Sequential([holder])])
+    assert holder.held[0] in _compat_training.all_layers(model)
+
+
+def test_who_adds_a_loss():
+    class Scope(keras.StatelessScope):
+        def add_loss(self, loss):
+            found.append(_compat.calling_layer())
+
+    class Adds(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.sum(x))
+            return x
+
+    found, layer = [], Adds()
+    with Scope(collect_losses=True):
+        layer(X)
+    assert found == [layer]

@@ -1,93 +1,350 @@
-"""Recomputation on two replicas: as the plain model on two replicas."""
+"""Strategies by name: which one is made, and what is refused before."""
 
-import keras
-import numpy as np
+import ast
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
 import pytest
 import tensorflow as tf
 
-import tfckpt
-from tests import equality
+from tfckpt import distribute, tpu_address
+from tools import imports
 
-L = keras.layers
-X = np.random.RandomState(0).randn(32, 6).astype("float32")
-Y = X[:, :1]
+_ADDRESS = "grpc://127.0.0.1:"
 
 
-def _block(units, synchronized, seed):
-    return keras.Sequential(
-        [
-            L.Dense(units, activation="tanh"),
-            L.BatchNormalization(synchronized=synchronized),
-            L.Dropout(0.5, seed=seed),
-        ]
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    for name in ("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_NAME", "TF_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What would be made on a machine with four GPUs and a TPU."""
+    found = []
+
+    def record(kind):
+        return lambda *args: found.append((kind, *args)) or kind
+
+    gpus = [tf.config.PhysicalDevice(f"GPU:{k}", "GPU") for k in range(4)]
+    monkeypatch.setattr(
+        tf.config,
+        "get_visible_devices",
+        lambda kind: {"GPU": gpus}.get(kind, []),
     )
-
-
-def _model(wrap, synchronized):
-    keras.utils.set_random_seed(0)
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            wrap(_block(8, synchronized, 1)),
-            wrap(_block(8, synchronized, 2)),
-            L.Dense(1),
-        ]
+    monkeypatch.setattr(
+        tf.config, "get_logical_device_configuration", lambda gpu: None
     )
+    for name in "OneDeviceStrategy", "MirroredStrategy", "TPUStrategy":
+        monkeypatch.setattr(tf.distribute, name, record(name))
+    monkeypatch.setattr(tpu_address, "resolve", lambda tpu: f"resolver {tpu}")
+    monkeypatch.setattr(
+        tf.config, "experimental_connect_to_cluster", record("connect")
+    )
+    monkeypatch.setattr(
+        tf.tpu.experimental, "initialize_tpu_system", record("initialize")
+    )
+    return found
 
 
-def _replicas(strategy, variables):
-    """Every variable as each replica has it."""
-    return [
-        np.asarray(value)
-        for variable in variables
-        for value in strategy.experimental_local_results(variable.value)
+# Names.
+
+
+@pytest.mark.parametrize("name", ["default", "auto"])
+def test_default_is_no_strategy(name):
+    strategy = distribute.get_strategy(name)
+    assert strategy is tf.distribute.get_strategy()
+    assert not tf.distribute.has_strategy()
+
+
+def test_one_device_is_the_cpu_without_a_gpu():
+    strategy = distribute.get_strategy("one_device")
+    assert isinstance(strategy, tf.distribute.OneDeviceStrategy)
+    with strategy.scope():
+        assert "CPU:0" in tf.Variable(1.0).device
+
+
+def test_mirrored_takes_the_logical_cpus_without_a_gpu():
+    strategy = distribute.get_strategy("mirrored")
+    assert isinstance(strategy, tf.distribute.MirroredStrategy)
+    assert strategy.num_replicas_in_sync == 2
+    results = strategy.run(
+        lambda: tf.distribute.get_replica_context().replica_id_in_sync_group
+    )
+    found = strategy.experimental_local_results(results)
+    assert [int(each) for each in found] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"name": "one_device"}, ("OneDeviceStrategy", "GPU:0")),
+        ({"name": "one_device", "num_gpus": 1}, ("OneDeviceStrategy", "GPU:0")),
+        (
+            {"name": "mirrored"},
+            ("MirroredStrategy", [f"GPU:{k}" for k in range(4)]),
+        ),
+        (
+            {"name": "mirrored", "num_gpus": 2},
+            ("MirroredStrategy", ["GPU:0", "GPU:1"]),
+        ),
+        ({}, ("MirroredStrategy", [f"GPU:{k}" for k in range(4)])),
+        ({"num_gpus": 3}, ("MirroredStrategy", ["GPU:0", "GPU:1", "GPU:2"])),
+        ({"num_gpus": 1}, None),
+        ({"name": "default"}, None),
+    ],
+    ids=str,
+)
+def test_gpus(made, arguments, expected):
+    distribute.get_strategy(**arguments)
+    assert made == ([expected] if expected else [])
+
+
+def test_split_gpus_are_counted_apart(made, monkeypatch):
+    monkeypatch.setattr(
+        tf.config,
+        "get_logical_device_configuration",
+        lambda gpu: [tf.config.LogicalDeviceConfiguration(64)] * 2,
+    )
+    distribute.get_strategy("mirrored")
+    assert made == [("MirroredStrategy", [f"GPU:{k}" for k in range(8)])]
+
+
+@pytest.mark.parametrize("name", ["tpu", "auto"])
+def test_a_tpu_is_connected_and_initialized_in_order(made, name):
+    distribute.get_strategy(name, tpu="local")
+    assert made == [
+        (kind, "resolver local")
+        for kind in ("connect", "initialize", "TPUStrategy")
     ]
 
 
-@pytest.mark.parametrize("synchronized", [False, True])
-def test_fit(strategy, synchronized):
-    equality.exact_graphs()
-    found = []
-    for wrap in (lambda layer: layer, tfckpt.Recompute):
-        with strategy.scope():
-            model = _model(wrap, synchronized)
-            model.compile("adam", "mse")
-        history = model.fit(
-            X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0
-        )
-        found.append(
-            (history.history["loss"], _replicas(strategy, model.variables))
-        )
-    assert found[0][0] == found[1][0]
-    for plain, ours in zip(found[0][1], found[1][1], strict=True):
-        np.testing.assert_array_equal(plain, ours)
+@pytest.mark.parametrize("name", ["tpu", "auto"])
+@pytest.mark.parametrize("tpu", [None, ""])
+def test_the_tpu_of_the_environment_is_found(made, monkeypatch, name, tpu):
+    # Given to TensorFlow's resolver by the environment, "local" is looked up
+    # as a name.
+    monkeypatch.setenv("TPU_NAME", "local")
+    distribute.get_strategy(name, tpu=tpu)
+    assert made[-1] == ("TPUStrategy", "resolver local")
 
 
-def test_custom_loop_in_eager_replicas(strategy):
-    """Replicas in threads, each with its own forward and backward pass."""
-    found = []
-    for wrap in (lambda layer: layer, tfckpt.Recompute):
-        with strategy.scope():
-            model = _model(wrap, False)
+def test_who_asks_for_gpus_gets_no_tpu(made, monkeypatch):
+    monkeypatch.setenv("TPU_NAME", "local")
+    distribute.get_strategy("auto", num_gpus=2)
+    assert made == [("MirroredStrategy", ["GPU:0", "GPU:1"])]
 
-        def step(x, model=model):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(model(x, training=True) ** 2)
-            return tape.gradient(loss, model.trainable_variables)
 
-        values = strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(
-                X[8 * context.replica_id_in_sync_group :][:8]
-            )
-        )
-        gradients = strategy.run(step, args=(values,))
-        found.append(
-            [
-                np.asarray(value)
-                for gradient in gradients
-                for value in strategy.experimental_local_results(gradient)
-            ]
-            + _replicas(strategy, model.variables)
-        )
-    for plain, ours in zip(*found, strict=True):
-        np.testing.assert_array_equal(plain, ours)
+@pytest.mark.parametrize("kind", ["TPU_SYSTEM", "TPU"])
+def test_chips_of_this_machine_are_found(monkeypatch, kind):
+    assert tpu_address.find() is None
+    monkeypatch.setattr(
+        tf.config,
+        "list_physical_devices",
+        lambda asked: [tf.config.PhysicalDevice(kind, kind)] * (asked == kind),
+    )
+    assert tpu_address.find() == "local"
+    monkeypatch.setenv("TPU_NAME", "grpc://10.0.0.2")
+    assert tpu_address.find() == "grpc://10.0.0.2"
+
+
+def _run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=imports.ROOT,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_multi_worker_reads_the_cluster_from_the_environment():
+    config = {
+        "cluster": {"worker": [f"127.0.0.1:{_free_port()}"]},
+        "task": {"type": "worker", "index": 0},
+    }
+    done = _run(
+        "from tfckpt import distribute\n"
+        "strategy = distribute.get_strategy('multi_worker')\n"
+        "print(type(strategy).__name__, strategy.num_replicas_in_sync)",
+        TF_CONFIG=json.dumps(config),
+    )
+    assert done.stdout.split() == ["CollectiveAllReduceStrategy", "1"], (
+        done.stderr
+    )
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"name": "mirored"}, "'mirored'.*'auto', .*'mirrored'"),
+        ({"name": None}, "None.*'auto'"),
+        ({"num_gpus": 0}, "num_gpus=0.*positive"),
+        ({"name": "mirrored", "num_gpus": -2}, "num_gpus=-2.*positive"),
+        ({"num_gpus": 1.5}, "num_gpus=1.5.*integer"),
+        ({"num_gpus": True}, "num_gpus=True.*integer"),
+        ({"num_gpus": 5}, "num_gpus=5.*sees 4 GPUs"),
+        ({"name": "mirrored", "num_gpus": 5}, "num_gpus=5.*sees 4 GPUs"),
+        ({"name": "one_device", "num_gpus": 2}, "num_gpus=2.*'one_device'"),
+        ({"name": "default", "num_gpus": 1}, "num_gpus=1.*'default'"),
+        ({"name": "multi_worker", "num_gpus": 1}, "num_gpus=1.*'multi_worker'"),
+        ({"name": "tpu", "num_gpus": 1}, "num_gpus=1.*'tpu'"),
+        ({"num_gpus": 1, "tpu": "local"}, "num_gpus=1.*tpu='local'"),
+        ({"name": "mirrored", "tpu": "local"}, "tpu='local'.*'mirrored'"),
+        ({"name": "default", "tpu": ""}, "tpu=''.*'default'"),
+        ({"name": "tpu", "tpu": 8}, "tpu=8.*string"),
+        ({"name": "multi_worker"}, "TF_CONFIG, which is not set.*cluster"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_clear_error(made, arguments, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        distribute.get_strategy(**arguments)
+    assert "\n" not in str(caught.value)
+    assert not made
+
+
+@pytest.mark.parametrize("name", ["mirrored", "auto", "one_device"])
+def test_gpus_that_are_not_there(name):
+    with pytest.raises(ValueError, match="num_gpus=1.*sees no GPU here"):
+        distribute.get_strategy(name, num_gpus=1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"cluster": {"worker": ["a:1"]}}',
+        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "chief", '
+        '"index": 0}}',
+        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", '
+        '"index": 1}}',
+    ],
+)
+def test_a_bad_cluster_is_refused(monkeypatch, text):
+    monkeypatch.setenv("TF_CONFIG", text)
+    with pytest.raises(ValueError, match="TF_CONFIG.*such as to") as caught:
+        distribute.get_strategy("multi_worker")
+    assert repr(text) in str(caught.value)
+
+
+def test_multi_worker_after_the_start_is_refused(monkeypatch):
+    config = {
+        "cluster": {"worker": [f"127.0.0.1:{port}" for port in (1, 2)]},
+        "task": {"type": "worker", "index": 0},
+    }
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    with pytest.raises(ValueError, match="before TensorFlow runs anything"):
+        distribute.get_strategy("multi_worker")
+
+
+def test_inside_of_a_scope_is_refused():
+    with distribute.get_strategy("one_device").scope():
+        with pytest.raises(ValueError, match="scope of OneDeviceStrategy"):
+            distribute.get_strategy()
+
+
+# No TPU, and no network.
+
+
+@pytest.mark.parametrize(
+    ("tpu", "words"),
+    [
+        ("local", "none on this machine.*TPU VM"),
+        ("", "none on this machine.*TPU VM"),
+        (f"{_ADDRESS}1", "nothing answers at tpu='grpc://127.0.0.1:1'"),
+        (f"{_ADDRESS}123456", "nothing answers"),
+        ("grpc://", "nothing answers at tpu='grpc://'"),
+        ("my-tpu", "'my-tpu' could not be looked up"),
+    ],
+)
+@pytest.mark.parametrize("name", ["tpu", "auto"])
+def test_no_tpu_is_one_line_soon(monkeypatch, name, tpu, words):
+    # Nothing answers there, whatever network the tests have.
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match=words) as caught:
+        distribute.get_strategy(name, tpu=tpu)
+    assert time.perf_counter() - start < 10
+    assert "\n" not in str(caught.value)
+    # The process is as good as before.
+    assert int(tf.constant(1) + 1) == 2
+    assert distribute.get_strategy("default").num_replicas_in_sync == 1
+
+
+@pytest.mark.parametrize("says", [b"", b"SSH-2.0-OpenSSH_9.6\r\n", None])
+def test_what_is_no_tpu_is_not_connected_to(monkeypatch, says):
+    monkeypatch.setattr(tpu_address, "SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            peer, _ = server.accept()
+            with peer:
+                if says is None:
+                    # Accepts and is silent, for longer than is waited for.
+                    peer.recv(1000)
+                    peer.recv(1)
+                else:
+                    peer.sendall(says)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        tpu = f"{_ADDRESS}{server.getsockname()[1]}"
+        with pytest.raises(ValueError, match="nothing answers|gRPC"):
+            distribute.get_strategy("tpu", tpu=tpu)
+        thread.join()
+
+
+def test_a_server_of_tensorflow_answers():
+    server = tf.distribute.Server.create_local_server()
+    tpu_address.resolve(server.target)
+
+
+def test_a_lookup_without_an_answer_ends(monkeypatch):
+    monkeypatch.setattr(tpu_address, "RESOLVER_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host = f"127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("GCE_METADATA_HOST", host)
+        with pytest.raises(ValueError, match="'my-tpu'.*within 0 seconds"):
+            distribute.get_strategy("tpu", tpu="my-tpu")
+
+
+def test_a_server_that_is_no_tpu_is_one_line():
+    # In a process of its own: after that TensorFlow can run nothing more.
+    done = _run(
+        "import tensorflow as tf\n"
+        "from tfckpt import distribute\n"
+        "server = tf.distribute.Server.create_local_server()\n"
+        "try:\n"
+        "    distribute.get_strategy('tpu', tpu=server.target)\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    (line,) = done.stdout.splitlines()
+    assert "could not start it as a TPU" in line
+
+
+def test_no_other_module_makes_a_strategy():
+    for path in imports.python_files():
+        if path.parts[0] == "tfckpt" and path.name != "distribute.py":
+            tree = ast.parse((imports.ROOT / path).read_text("utf-8"))
+            for node in ast.walk(tree):
+                called = isinstance(node, ast.Call) and ast.unparse(node.func)
+                assert not str(called).endswith("Strategy"), path

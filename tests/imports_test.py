@@ -21,19 +21,15 @@ _ROOMS = {
     "memory": {"_compat"},
     "devices": {"memory", "units"},
     # One update from many micro-batches.
-    "gradient_names": set(),
-    "replica_variables": set(),
-    "accumulation": {
-        "_compat_training",
-        "gradient_names",
-        "replica_variables",
-    },
+    "replica_variables": {"_compat_training"},
+    "accumulated_gradients": {"replica_variables"},
+    "accumulation": {"_compat_training", "accumulated_gradients"},
     "tpu_address": set(),
     "distribute": {"_compat_training", "tpu_address"},
     "training": {
         "_compat",
         "_compat_training",
-        "accumulation",
+        "accumulated_gradients",
         "distribute",
         "replica_variables",
     },

@@ -97,6 +97,14 @@ def device_of_graph(graph: Any) -> str:
     return ""
 
 
+def calling_layer() -> Any:
+    """The layer whose `add_loss` called the caller of this function.
+
+    `StatelessScope.add_loss` is not told which layer calls.
+    """
+    return inspect.currentframe().f_back.f_back.f_locals.get("self")
+
+
 def compiled_by_xla() -> bool:
     """Whether the ops built now belong to a function compiled by XLA."""
     if tf.executing_eagerly():

@@ -34,6 +34,15 @@ def passes_training(model: Any) -> bool:
     return model._call_has_training_arg
 
 
+def all_layers(model: Any) -> list[Any]:
+    """The layers of a model, and those in them, however they hold them.
+
+    `model.layers` has only those that are attributes of the model, and
+    layers have no such property.
+    """
+    return list(model._flatten_layers(include_self=False))
+
+
 def loss_tracker(model: Any) -> Any:
     """The metric of the total loss.
 
@@ -143,20 +152,39 @@ def reported_losses(report: Callable[..., Any]) -> Iterator[None]:
         _LOCAL.report = before
 
 
-@contextlib.contextmanager
-def reduced_already(optimizers: list[Any]) -> Iterator[None]:
-    """Keeps optimizers from adding gradients up over the replicas.
+def wrapped_optimizers(optimizer: Any) -> list[Any]:
+    """An optimizer and those that it wraps, which it holds as it likes."""
+    found = []
+    waiting = [optimizer]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, keras.optimizers.Optimizer) and not any(
+            each is other for other in found
+        ):
+            found.append(each)
+            waiting.extend(vars(each).values())
+        elif isinstance(each, (list, tuple)):
+            waiting.extend(each)
+        elif isinstance(each, dict):
+            waiting.extend(each.values())
+    return found
 
-    They do so in every replica, after they have clipped: no option leaves
-    it to the caller.
+
+@contextlib.contextmanager
+def reduced_already(optimizer: Any) -> Iterator[None]:
+    """Keeps an optimizer from adding gradients up over the replicas.
+
+    It does so in every replica, after it has clipped: no option leaves it to
+    the caller. Those that it wraps do so too.
     """
-    for optimizer in optimizers:
-        vars(optimizer)["_all_reduce_sum_gradients"] = list
+    optimizers = wrapped_optimizers(optimizer)
+    for each in optimizers:
+        vars(each)["_all_reduce_sum_gradients"] = list
     try:
         yield
     finally:
-        for optimizer in optimizers:
-            del vars(optimizer)["_all_reduce_sum_gradients"]
+        for each in optimizers:
+            del vars(each)["_all_reduce_sum_gradients"]
 
 
 def begin_at(model: Any, epoch: int) -> None:

@@ -222,11 +222,21 @@ def apply_reduced(
         optimizer: The optimizer.
         gradients: One for each variable, or None; the same in all replicas.
         variables: The variables.
+
+    Example:
+
+    >>> variable = tf.Variable(1.0)
+    >>> accumulator = tfckpt.GradientAccumulator([variable])
+    >>> accumulator.add([tf.constant(0.5)], weight=2)
+    >>> optimizer = keras.optimizers.SGD(1.0)
+    >>> apply_reduced(optimizer, accumulator.result(), [variable])
+    >>> float(variable)
+    0.5
     """
     context = tf.distribute.get_replica_context()
 
     def together(strategy, gradients):
-        with compat.reduced_already([optimizer]):
+        with compat.reduced_already(optimizer):
             strategy.extended.call_for_each_replica(
                 optimizer.apply, args=(gradients, variables)
             )

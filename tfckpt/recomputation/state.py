@@ -13,7 +13,6 @@ the plain model adds them.
 """
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -87,9 +86,7 @@ class ForwardScope(keras.StatelessScope):
     def add_loss(self, loss: tf.Tensor) -> None:
         """Called by `Layer.add_loss`, and for activity regularizers."""
         super().add_loss(loss)
-        # The scope is not told which layer calls; `Layer.add_loss` is.
-        layer = inspect.currentframe().f_back.f_locals.get("self")
-        self.layer_losses.append((layer, loss))
+        self.layer_losses.append((_compat.calling_layer(), loss))
 
     def _refuse_custom_gradient(self, variable: keras.Variable) -> None:
         if variable.trainable and _compat.in_custom_gradient(self._until):

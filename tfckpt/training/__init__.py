@@ -7,7 +7,8 @@ micro-batch leaves alone), `micro_step` (one micro-batch), `updates` (the end
 of a window), `trainer` (Keras' methods) and `callbacks`.
 """
 
-from tfckpt.training.callbacks import Callback, ResumeTraining
+from tfckpt.training.callbacks import Callback
+from tfckpt.training.resume import ResumeTraining
 from tfckpt.training.trainer import AccumulatingTrainer
 
 __all__ = ["AccumulatingTrainer", "Callback", "ResumeTraining"]

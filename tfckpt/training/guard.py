@@ -5,11 +5,12 @@ its gradient is NaN. So what it assigns is held back, and assigned or forgotten
 when that is known.
 """
 
-import inspect
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tfckpt import _compat
 
 
 class HeldUpdates(keras.StatelessScope):
@@ -44,9 +45,7 @@ class HeldUpdates(keras.StatelessScope):
     def add_loss(self, loss: tf.Tensor) -> None:
         """Called by `Layer.add_loss`, and for activity regularizers."""
         super().add_loss(loss)
-        # The scope is not told which layer calls; `Layer.add_loss` is.
-        layer = inspect.currentframe().f_back.f_locals["self"]
-        self._layer_losses.append((layer, loss))
+        self._layer_losses.append((_compat.calling_layer(), loss))
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Called by Keras when a variable is assigned."""

@@ -37,7 +37,7 @@ class WindowMeans:
     """
 
     def __init__(self):
-        self._variables = {}
+        self._totals = replica_variables.Totals("window_means")
         self._targets = {}
         self._terms = []
 
@@ -52,13 +52,13 @@ class WindowMeans:
             self._add(name, value, weight)
         for index, term in enumerate(loss.terms):
             self._add(f"output {index}", term.value, term.weight)
-        self._add("samples seen", 1.0, samples)
+        self._add("all", 1.0, samples)
 
     def log(self, model: keras.Model) -> None:
         """Updates the metrics of the losses."""
-        if not self._variables:
+        if not self._targets:
             return
-        samples = tf.convert_to_tensor(self._variable("samples seen", 1))
+        samples = self._totals.value("weight of all")
         total = tf.add_n([self._mean(*each) for each in self._targets.items()])
         compat.loss_tracker(model).update_state(total, sample_weight=samples)
         for metric, (index, divided) in zip(
@@ -70,27 +70,20 @@ class WindowMeans:
 
     def clear(self) -> None:
         """Forgets the losses that were added."""
-        for variable in self._variables.values():
-            variable.assign(tf.zeros([], variable.dtype))
+        self._totals.clear()
 
     def _add(self, name, value, weight):
         value = tf.cast(value, tf.float32)
         if weight is not None:
             weight = tf.cast(weight, tf.float32)
             value *= weight
-            self._variable(name, 1).assign_add(weight, read_value=False)
-        self._variable(name, 0).assign_add(value, read_value=False)
+            self._totals.add(f"weight of {name}", weight)
+        self._totals.add(name, value)
 
     def _mean(self, name, divided):
-        value = tf.convert_to_tensor(self._variable(name, 0))
+        value = self._totals.value(name)
         if not divided:
             return value
-        weight = tf.convert_to_tensor(self._variable(name, 1))
+        weight = self._totals.value(f"weight of {name}")
         # Without any weight the sum is 0, or NaN and stays so.
         return value / tf.where(weight == 0, 1.0, weight)
-
-    def _variable(self, name, part):
-        if (name, part) not in self._variables:
-            variable = replica_variables.total([], tf.float32)
-            self._variables[name, part] = variable
-        return self._variables[name, part]

@@ -75,10 +75,10 @@ def run(
             state.note_skipped(tf.logical_and(counts, tf.logical_not(finite)))
             counts = tf.logical_and(counts, finite)
         held.commit(counts)
-    state.accumulator.add(
+    state.accumulator.add_micro_batch(
         gradients,
         {name: weight for name, (_, weight) in loss.targets.items()},
-        where=counts,
+        counts,
     )
 
     def log():

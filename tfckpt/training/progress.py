@@ -5,8 +5,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfckpt import accumulation, replica_variables
+from tfckpt import accumulated_gradients, replica_variables
 from tfckpt.training import logs, random_state, settings
+
+# Float, to go with the gradients of the window.
+_IN_WINDOW, _EVER = "in_window", "ever"
 
 
 class Progress:
@@ -15,6 +18,7 @@ class Progress:
     Attributes:
         settings: How it is trained.
         accumulator: The gradients of the open window.
+        skipped_micro_batches: How many were left out.
         random_state: The states of random generators.
         means: The losses of a window within a call.
         steps: A variable, the length of the window; None if it is no number.
@@ -27,23 +31,23 @@ class Progress:
 
     def __init__(self, model: keras.Model, options: settings.Settings):
         self.settings = options
-        self.accumulator = accumulation.GradientAccumulator()
         self.random_state = random_state.RandomState(self.is_open)
         self.denominators = 0
         self.names = {}
         self.flush = None
         self._strategy = model.distribute_strategy
         self.replicas = self._strategy.num_replicas_in_sync
-        self.means = logs.WindowMeans()
         self.steps = None
         with self._strategy.scope():
+            self.accumulator = accumulated_gradients.AccumulatedGradients()
+            self.skipped_micro_batches = replica_variables.Totals("skipped")
+            self.means = logs.WindowMeans()
             if settings.is_int(options.steps):
                 self.steps = tf.Variable(
                     options.steps, dtype=tf.int64, trainable=False
                 )
-            self._skipped = replica_variables.total([], tf.int64)
-            # Float, to go with the gradients of the window.
-            self._skipped_in_window = replica_variables.total([], tf.float32)
+            for name in (_IN_WINDOW, _EVER):
+                self.skipped_micro_batches.variable(name)
 
     @property
     def may_ask_twice(self) -> bool:
@@ -53,7 +57,7 @@ class Progress:
     @property
     def skipped(self) -> int:
         """Micro-batches that were left out since `compile`."""
-        return int(tf.convert_to_tensor(self._skipped))
+        return int(self.skipped_micro_batches.value(_EVER))
 
     def window_length(self, optimizer: Any) -> tf.Tensor:
         """Returns the number of micro-batches in the open window, int64."""
@@ -108,15 +112,14 @@ class Progress:
 
     def note_skipped(self, skipped: tf.Tensor) -> None:
         """Counts a micro-batch if a boolean scalar is True."""
-        for variable in (self._skipped, self._skipped_in_window):
-            variable.assign_add(
-                tf.cast(skipped, variable.dtype), read_value=False
-            )
+        for name in (_IN_WINDOW, _EVER):
+            self.skipped_micro_batches.add(name, skipped)
 
     def totals(self) -> tuple[list[Any], tf.Tensor]:
         """Returns the window's gradients, and how often it skipped."""
         dtype = self.accumulator.weight_dtype
-        skipped = tf.cast(tf.convert_to_tensor(self._skipped_in_window), dtype)
+        skipped = self.skipped_micro_batches.value(_IN_WINDOW)
+        skipped = tf.cast(skipped, dtype)
         others = [skipped] if self.settings.skip_nonfinite else []
         gradients, others = self.accumulator.totals(others, in_place=True)
         return gradients, others[0] if others else skipped
@@ -125,4 +128,4 @@ class Progress:
         """Empties the window."""
         self.accumulator.clear()
         self.means.clear()
-        self._skipped_in_window.assign(tf.zeros([]))
+        self.skipped_micro_batches.variable(_IN_WINDOW).assign(tf.zeros([]))

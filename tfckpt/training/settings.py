@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from tfckpt import _compat_training as compat
 from tfckpt import distribute
 
 _BOTH = (
@@ -149,7 +150,7 @@ def check_model(model: keras.Model, optimizer: Any, base: type) -> None:
             "sample_weight)` that returns this number for the batch that it "
             "is given, such as the number of samples or of valid tokens."
         )
-    for each in optimizers(optimizer):
+    for each in compat.wrapped_optimizers(optimizer):
         steps = each.gradient_accumulation_steps
         if steps:
             raise ValueError(
@@ -165,24 +166,6 @@ def check_model(model: keras.Model, optimizer: Any, base: type) -> None:
 def has_own_loss(model: keras.Model) -> bool:
     """Whether a class of the user's computes the loss."""
     return type(model).compute_loss is not keras.Model.compute_loss
-
-
-def optimizers(optimizer: Any) -> list[Any]:
-    """Returns an optimizer and those that it wraps."""
-    found = []
-    waiting = [optimizer]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, keras.optimizers.Optimizer) and not any(
-            each is other for other in found
-        ):
-            found.append(each)
-            waiting.extend(vars(each).values())
-        elif isinstance(each, (list, tuple)):
-            waiting.extend(each)
-        elif isinstance(each, dict):
-            waiting.extend(each.values())
-    return found
 
 
 def _check_distribution(model):

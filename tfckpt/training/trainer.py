@@ -28,6 +28,11 @@ class AccumulatingTrainer:
     compares samples. `add_loss` counts as a mean over the micro-batch. Dropout
     draws for each micro-batch.
 
+    A class with a `compute_loss` of its own needs a method `loss_denominator(
+    x, y, y_pred, sample_weight)` too: what the loss of the batch that it is
+    given was divided by, a number or a scalar tensor, such as
+    `keras.ops.shape(y)[0]`; None for a sum.
+
     Example:
 
     >>> class Regression(AccumulatingTrainer, keras.Model):
@@ -45,9 +50,11 @@ class AccumulatingTrainer:
     2
     """
 
+    # What is saved with the model is an attribute of it.
     _progress = None
-    _gradient_accumulator = None
+    _accumulated_gradients = None
     _random_state = None
+    _skipped_micro_batches = None
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -108,17 +115,16 @@ class AccumulatingTrainer:
             settings_lib.check_model(self, given, AccumulatingTrainer)
             kwargs["optimizer"] = given
         super().compile(*args, **kwargs)
-        self._progress = None
-        self._gradient_accumulator = None
-        self._random_state = None
+        state = None
         if options is not None:
             compat.split_losses(self)
-            self._progress = progress.Progress(self, options)
-            # As attributes they are saved with the model.
-            self._gradient_accumulator = self._progress.accumulator
-            self._random_state = self._progress.random_state
+            state = progress.Progress(self, options)
             if self.built:
-                self._random_state.build(self)
+                state.random_state.build(self)
+        self._progress = state
+        self._accumulated_gradients = state and state.accumulator
+        self._random_state = state and state.random_state
+        self._skipped_micro_batches = state and state.skipped_micro_batches
 
     def get_compile_config(self) -> dict[str, Any]:
         """Returns the arguments of `compile`, serialized."""
@@ -139,6 +145,18 @@ class AccumulatingTrainer:
             steps = self.gradient_accumulation_steps
             options["gradient_accumulation_steps"] = steps
         return options
+
+    def window_state(self) -> dict[str, tf.Module]:
+        """Returns what of the window is saved, by names for a checkpoint.
+
+        `tf.train.Checkpoint(model=model)` finds it by itself.
+        """
+        if self._progress is None:
+            return {}
+        return {
+            "window": self._progress.accumulator,
+            "skipped": self._progress.skipped_micro_batches,
+        }
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles the model as `get_compile_config` says."""
@@ -170,6 +188,14 @@ class AccumulatingTrainer:
                 f"only. Received: {value!r}. Give a schedule to `compile`."
             )
         state.steps.assign(checked)
+
+    @property
+    def gradient_accumulator(self) -> Any:
+        """What the open window holds: its `micro_steps`, and its `bytes`.
+
+        None if there is no window. `flush` and `reset` end it.
+        """
+        return self._accumulated_gradients
 
     @property
     def nonfinite_micro_batches(self) -> int:
@@ -332,11 +358,6 @@ def _taken(method, args, kwargs, name, default):
 def _synchronizes(model):
     """Whether a layer communicates, which it can't within a loop."""
     return any(
-        getattr(layer, "synchronized", False) for layer in _layers(model)
+        getattr(layer, "synchronized", False)
+        for layer in compat.all_layers(model)
     )
-
-
-def _layers(layer):
-    for each in getattr(layer, "layers", ()):
-        yield each
-        yield from _layers(each)

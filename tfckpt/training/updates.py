@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfckpt import _compat_training as compat
-from tfckpt.training import progress, settings
+from tfckpt.training import progress
 
 
 def update(
@@ -38,7 +38,7 @@ def update(
             return strategy.extended.call_for_each_replica(function, args=args)
 
         def end_window():
-            with compat.reduced_already(settings.optimizers(model.optimizer)):
+            with compat.reduced_already(model.optimizer):
                 totals = each_replica(state.totals)
                 each_replica(
                     lambda totals: _apply(model, state, *totals), (totals,)
