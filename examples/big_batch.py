@@ -4,10 +4,8 @@ Both train on the same examples in the same order. Dropout, which draws anew
 for every batch that the model sees, is off in both.
 """
 
-import contextlib
-import tempfile
-
 import comparison
+import measuring
 import numpy as np
 import rich.console
 import rich.table
@@ -34,18 +32,12 @@ def compare(program, options, *, both, note=""):
         both: Flags to change in both runs.
         note: What to say about the example below the table.
     """
-    console = rich.console.Console()
     plain, ours = flags_of_both(options, both)
-    with contextlib.ExitStack() as stack:
-        figures, folders = [], []
-        for name, flags in ("big batch", plain), ("accumulation", ours):
-            console.rule(name)
-            folders.append(stack.enter_context(tempfile.TemporaryDirectory()))
-            figures.append(
-                comparison.measure(program, flags, folder=folders[-1])
-            )
-        apart = comparison.difference(*folders)
-    console.print(table(*figures, examples=plain["batch_size"], apart=apart))
+    figures = measuring.measure_each(
+        program, {"big batch": plain, "accumulation": ours}
+    )
+    console = rich.console.Console()
+    console.print(table(*figures, examples=plain["batch_size"]))
     if note:
         console.print(note)
 
@@ -57,34 +49,30 @@ def loss_differences(plain, ours):
     return [(step, float(apart[:step].max())) for step in steps]
 
 
-def table(plain, ours, *, examples, apart):
+def table(plain, ours, *, examples):
     """Returns the table of two runs' figures and their differences."""
     found = rich.table.Table(title=f"Steps of {examples} examples")
     found.add_column("")
     for name in "big batch", "accumulation", "ratio":
         found.add_column(name, justify="right")
-
-    def add(label, key, form, number=float):
-        values = [number(run[key]) for run in (plain, ours)]
-        ratio = f"{values[1] / values[0]:.2f}" if values[0] > 0 else ""
-        found.add_row(label, form(plain[key]), form(ours[key]), ratio)
-
-    add("peak above the baseline", "above baseline", comparison.mib)
-    add("peak in all", "total", comparison.mib)
-    add(
-        "a step (10 to 90 %)",
-        "seconds",
-        comparison.milliseconds,
-        np.median,
-    )
-    for name in plain["outcome"]:
-        first, second = plain["outcome"][name], ours["outcome"][name]
-        ratio = f"{second / first:.2f}" if first > 0 else ""
-        found.add_row(name, f"{first:.4f}", f"{second:.4f}", ratio)
+    for label, key, form, number in (
+        ("peak above the baseline", "above baseline", comparison.mib, float),
+        ("peak in all", "total", comparison.mib, float),
+        (
+            "a step (10 to 90 %)",
+            "seconds",
+            comparison.milliseconds,
+            np.median,
+        ),
+    ):
+        values = [run[key] for run in (plain, ours)]
+        comparison.add_row(found, label, values, form, number)
+    comparison.add_outcomes(found, plain, ours)
     found.add_section()
     for steps, value in loss_differences(plain, ours):
         label = f"loss differs, {steps} steps"
         found.add_row(label, "", f"{value:.1e}", "")
+    apart = measuring.difference(plain, ours)
     found.add_row("variables differ", "", f"{apart:.1e}", "")
     found.caption = (
         "Baseline: what is held when training begins, so also the accumulated "

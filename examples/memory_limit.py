@@ -6,18 +6,12 @@ weights and the optimizer take their part of it. On a GPU it is about all that
 is in the GPU's memory, and what comes to more runs to its end.
 """
 
-import os
-import pathlib
 import re
-import resource
-import tempfile
-import threading
-import time
 
-import comparison
+import entry_point
+import measuring
 import rich.console
 import rich.table
-import tensorflow as tf
 
 _MIB = 2**20
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -31,27 +25,11 @@ def parse_size(text):
     except (TypeError, ValueError, KeyError):
         size = 0
     if size <= 0:
-        raise comparison.UserError(
+        raise entry_point.UserError(
             f"{text!r} is no size; give bytes, or a number and KiB, MiB or "
             "GiB, such as 2GiB"
         )
     return size
-
-
-def end_above(limit, folder):
-    """Ends this process as soon as it holds more bytes than `limit`."""
-    if tf.config.list_physical_devices("GPU"):
-        return
-
-    def watch():
-        pages = limit // resource.getpagesize()
-        statistics = pathlib.Path("/proc/self/statm")
-        while int(statistics.read_text().split()[1]) <= pages:
-            time.sleep(0.02)
-        pathlib.Path(folder, "over").touch()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def longest(fits, *, start, most, precision=1 / 8):
@@ -94,13 +72,7 @@ def search(program, options, limit, *, most, start=128):
             "recompute": recompute,
             "steps": 2,
         }
-        with tempfile.TemporaryDirectory() as folder:
-            figures = comparison.measure(
-                program,
-                options | changes,
-                folder=folder,
-                limit=limit,
-            )
+        figures = measuring.measure(program, options | changes, limit=limit)
         peak = f"{figures['total'] / _MIB:.0f} MiB" if figures else "too much"
         console.print(f"{name}, {length} bytes: {peak}")
         return figures is not None

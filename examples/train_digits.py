@@ -11,11 +11,12 @@ The line that is about recomputation is in `build_model`, that about gradient
 accumulation is an argument of `compile`.
 """
 
-import types
-
 import big_batch
 import comparison
+import entry_point
+import example_flags
 import keras
+import measuring
 import numpy as np
 import tensorflow as tf
 from absl import flags
@@ -26,16 +27,16 @@ _TEST_IMAGES = 360
 
 
 def define_flags(values=flags.FLAGS):
-    comparison.define_flags(
+    example_flags.define_flags(
         values,
         batch_size=128,
         learning_rate=0.1,
         steps=None,
         steps_help="Training steps, in place of --epochs.",
     )
-    flags.adopt_module_key_flags(comparison, values)
+    example_flags.define_plan(values, "block12_out,block24_out")
+    flags.adopt_module_key_flags(example_flags, values)
     options = {"flag_values": values}
-    comparison.define_plan(values, "block12_out,block24_out")
     flags.DEFINE_enum(
         "dataset",
         "digits",
@@ -57,7 +58,7 @@ def load_data(name):
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise comparison.UserError(
+        raise entry_point.UserError(
             "--dataset=digits needs scikit-learn: "
             "python -m pip install scikit-learn"
         ) from error
@@ -77,7 +78,7 @@ def _load_cifar10():
     try:
         train, test = keras.datasets.cifar10.load_data()
     except Exception as error:  # Keras raises a bare Exception.
-        raise comparison.UserError(
+        raise entry_point.UserError(
             f"CIFAR-10 could not be downloaded ({error}); "
             "--dataset=digits needs no network"
         ) from error
@@ -145,13 +146,13 @@ def build_model(
 
 def build(options, images):
     """Builds the model for the flags; a plan it has not is the user's error."""
-    with comparison.mistakes_of_plan(options.plan):
+    with example_flags.mistakes_of_plan(options.plan):
         return build_model(
             images.shape[1:],
             depth=options.depth,
-            plan=comparison.parse_plan(options.plan),
+            plan=example_flags.parse_plan(options.plan),
             dropout=options.dropout,
-            accumulates=bool(comparison.window(options)),
+            accumulates=bool(example_flags.window(options)),
         )
 
 
@@ -161,7 +162,7 @@ def batches_of(images, labels, options):
     batch_size = min(options.batch_size, len(images))
     steps = len(images) // (batch_size * gathered)
     if not steps:
-        raise comparison.UserError(
+        raise entry_point.UserError(
             f"--gradient_accumulation_steps={gathered} of --batch_size="
             f"{batch_size} are {batch_size * gathered} images a step, but "
             f"there are {len(images)}"
@@ -178,7 +179,7 @@ def batches_of(images, labels, options):
     return batches.prefetch(2), options.epochs, steps * options.epochs
 
 
-def train(model, images, labels, options, callbacks=()):
+def train(model, images, labels, options, callbacks=(), *, verbose=2):
     """Trains the model; returns the last epoch's loss."""
     batches, epochs, steps = batches_of(images, labels, options)
     # Counts updates, not batches.
@@ -196,44 +197,42 @@ def train(model, images, labels, options, callbacks=()):
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             jit_compile=options.jit_compile,
-            **comparison.window(options),
+            **example_flags.window(options),
         )
     history = model.fit(
-        batches, epochs=epochs, shuffle=False, verbose=2, callbacks=callbacks
+        batches,
+        epochs=epochs,
+        shuffle=False,
+        verbose=verbose,
+        callbacks=callbacks,
     )
     return history.history["loss"][-1]
 
 
-def run(options, strategy, callbacks=()):
+def run(options, strategy, callbacks=(), *, verbose=2):
     """Trains and tests as the flags say; returns the model and the outcome."""
     (images, labels), test = load_data(options.dataset)
     with strategy.scope():
         model = build(options, images)
-    loss = train(model, images, labels, options, callbacks)
+    loss = train(model, images, labels, options, callbacks, verbose=verbose)
     _, accuracy = model.evaluate(*test, batch_size=256, verbose=0)
     return model, {"final loss": loss, "test accuracy": accuracy}
 
 
 def measured(options, folder, limit):
     """What a fresh process of `--compare` does."""
-    del limit
-    options = types.SimpleNamespace(**options)
-    strategy = comparison.set_up(options)
-    meter = comparison.Meter(options.gradient_accumulation_steps or 1)
-    model, outcome = run(options, strategy, [meter])
-    comparison.save_variables(model, folder)
-    return meter.figures() | {"outcome": outcome}
+    return measuring.train(run, options, folder, limit)
 
 
 def main(options):
-    strategy = comparison.set_up(options)
+    strategy = entry_point.set_up(options)
     if not options.compare:
         _, outcome = run(options, strategy)
         print(f"Test accuracy: {outcome['test accuracy']:.2%}")
         return
-    window = comparison.window(options)
-    if comparison.parse_plan(options.plan) is None and not window:
-        raise comparison.UserError("--compare needs a --plan other than none")
+    window = example_flags.window(options)
+    if example_flags.parse_plan(options.plan) is None and not window:
+        raise entry_point.UserError("--compare needs a --plan other than none")
     # Mistakes show here, before anything is trained.
     train_set, _ = load_data(options.dataset)
     build(options, train_set[0])
@@ -241,7 +240,7 @@ def main(options):
     if window:
         big_batch.compare(
             __file__,
-            comparison.as_dict(options),
+            measuring.as_dict(options),
             both={"dropout": False},
             note="Batch normalization takes its moments from each batch that "
             "the model sees, so the losses of this network differ.",
@@ -249,7 +248,7 @@ def main(options):
         return
     comparison.compare(
         __file__,
-        comparison.as_dict(options),
+        measuring.as_dict(options),
         plain={"plan": "none"},
         ours={},
         smallest={"batch_size": 1, "steps": 3},
@@ -257,4 +256,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    comparison.run(define_flags, main)
+    entry_point.run(define_flags, main)

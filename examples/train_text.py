@@ -15,11 +15,13 @@ much memory, with and without recomputation.
 import math
 import pathlib
 import sysconfig
-import types
 
 import big_batch
 import comparison
+import entry_point
+import example_flags
 import keras
+import measuring
 import memory_limit
 import numpy as np
 import tensorflow as tf
@@ -34,14 +36,14 @@ _STEPS_A_LINE = 20
 
 
 def define_flags(values=flags.FLAGS):
-    comparison.define_flags(
+    example_flags.define_flags(
         values,
         batch_size=4,
         learning_rate=2e-3,
         steps=200,
         steps_help="Training steps; beyond 20 rounded up to a multiple of 20.",
     )
-    flags.adopt_module_key_flags(comparison, values)
+    flags.adopt_module_key_flags(example_flags, values)
     options = {"flag_values": values}
     for name, default, what in (
         ("sequence_length", 512, "Bytes that the model sees at once."),
@@ -82,7 +84,7 @@ def load_text(folder=None, size=_CORPUS_BYTES):
         if total >= size:
             break
     if not parts:
-        raise comparison.UserError(
+        raise entry_point.UserError(
             f"there is no Python source under {folder}; this Python comes "
             "without its library's source, so use another"
         )
@@ -150,7 +152,7 @@ def build_model(
 ):
     """Builds a model from bytes to the logits of each next byte."""
     if width % heads:
-        raise comparison.UserError(
+        raise entry_point.UserError(
             f"--width={width} must be a multiple of --heads={heads}"
         )
     inputs = keras.Input((None,), dtype="int32")
@@ -175,7 +177,7 @@ def build_model(
 def windows(text, length, *, batch_size, seed):
     """Returns an endless dataset of `(bytes, the same one further)`."""
     if len(text) <= length:
-        raise comparison.UserError(
+        raise entry_point.UserError(
             f"--sequence_length={length} is too long for {len(text)} bytes "
             "of text"
         )
@@ -217,7 +219,7 @@ def run(options, strategy, callbacks=(), *, verbose=2):
         warmup_target=options.learning_rate,
         warmup_steps=options.steps // 10,
     )
-    window = comparison.window(options)
+    window = example_flags.window(options)
     with strategy.scope():
         model = build_model(
             length,
@@ -269,20 +271,13 @@ def sample(model, prompt, *, length, context, seed):
 
 def measured(options, folder, limit):
     """What a fresh process of `--compare` and `--memory_limit` does."""
-    if limit:
-        memory_limit.end_above(limit, folder)
-    options = types.SimpleNamespace(**options)
-    strategy = comparison.set_up(options)
-    meter = comparison.Meter(options.gradient_accumulation_steps or 1)
-    model, outcome = run(options, strategy, [meter], verbose=0 if limit else 2)
-    comparison.save_variables(model, folder)
-    return meter.figures() | {"outcome": outcome}
+    return measuring.train(run, options, folder, limit)
 
 
 def main(options):
-    strategy = comparison.set_up(options)
+    strategy = entry_point.set_up(options)
     # Mistakes show here, before anything is trained.
-    values = comparison.as_dict(options)
+    values = measuring.as_dict(options)
     build_model(
         options.sequence_length,
         layers=1,
@@ -297,7 +292,7 @@ def main(options):
             memory_limit.parse_size(options.memory_limit),
             most=_LONGEST,
         )
-    elif options.compare and comparison.window(options):
+    elif options.compare and example_flags.window(options):
         big_batch.compare(__file__, values, both={"dropout": False})
     elif options.compare:
         comparison.compare(
@@ -322,4 +317,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    comparison.run(define_flags, main)
+    entry_point.run(define_flags, main)

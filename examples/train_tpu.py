@@ -18,7 +18,8 @@ and `image/class/label` as in ImageNet's. Every shape is known to the compiler.
 
 import math
 
-import comparison
+import entry_point
+import example_flags
 import keras
 import numpy as np
 import tensorflow as tf
@@ -32,7 +33,7 @@ _TEST_BATCHES = 4
 
 
 def define_flags(values=flags.FLAGS):
-    comparison.define_flags(
+    example_flags.define_flags(
         values,
         batch_size=256,
         learning_rate=1e-3,
@@ -42,8 +43,8 @@ def define_flags(values=flags.FLAGS):
     )
     # What a TPU multiplies fastest.
     values.set_default("mixed_precision", True)
-    comparison.define_plan(values, "block4_out,block8_out")
-    flags.adopt_module_key_flags(comparison, values)
+    example_flags.define_plan(values, "block4_out,block8_out")
+    flags.adopt_module_key_flags(example_flags, values)
     options = {"flag_values": values}
     for name, default, what in (
         ("data_dir", None, "Folder of TFRecords, gs:// too; else made up."),
@@ -74,12 +75,12 @@ def check(options, strategy):
         ("width", "heads"),
     ):
         if getattr(options, whole) % getattr(options, part):
-            raise comparison.UserError(
+            raise entry_point.UserError(
                 f"--{whole}={getattr(options, whole)} must be a multiple of "
                 f"--{part}={getattr(options, part)}"
             )
     if options.batch_size % (replicas * (options.micro_batches or 1)):
-        raise comparison.UserError(
+        raise entry_point.UserError(
             f"--batch_size={options.batch_size} must be a multiple of the "
             f"{replicas} replicas, times --micro_batches"
         )
@@ -91,7 +92,7 @@ def check(options, strategy):
         try:
             tf.io.gfile.makedirs(options.model_dir)
         except tf.errors.OpError as error:
-            raise comparison.UserError(
+            raise entry_point.UserError(
                 f"--model_dir={options.model_dir} can't be made: "
                 f"{error.message}"
             ) from error
@@ -126,11 +127,11 @@ def files_of(folder, split):
     try:
         found = tf.io.gfile.glob(f"{folder.rstrip('/')}/{split}*")
     except tf.errors.OpError as error:
-        raise comparison.UserError(
+        raise entry_point.UserError(
             f"--data_dir={folder} can't be read: {error.message}"
         ) from error
     if not found:
-        raise comparison.UserError(
+        raise entry_point.UserError(
             f"--data_dir={folder} has no files {split}*; leave it out to "
             "train on made-up images"
         )
@@ -186,8 +187,9 @@ def data(options, *, first_epoch):
     else:
         files = files_of(options.data_dir, "train")
         # Each epoch is known by its number, for training to be taken up again.
+        # One at least: a dataset is made for no epoch more, too.
         train = None
-        for number in range(first_epoch, options.epochs):
+        for number in range(first_epoch, max(options.epochs, first_epoch + 1)):
             epoch = shuffled(files, options, seed=options.seed + number)
             epoch = epoch.repeat().take(images)
             train = epoch if train is None else train.concatenate(epoch)
@@ -243,9 +245,9 @@ def build_model(options):
         options.classes, dtype="float32", name="logits"
     )(x)
     model = keras.Model(inputs, outputs, name="vision_transformer")
-    with comparison.mistakes_of_plan(options.plan):
+    with example_flags.mistakes_of_plan(options.plan):
         return tfckpt.SegmentedModel.from_model(
-            model, plan=comparison.parse_plan(options.plan)
+            model, plan=example_flags.parse_plan(options.plan)
         )
 
 
@@ -267,7 +269,7 @@ def batches_a_call(options, strategy):
 
 
 def compile_model(model, options):
-    window = comparison.window(options)
+    window = example_flags.window(options)
     # Counts updates, not batches.
     steps = options.steps * options.epochs
     schedule = keras.optimizers.schedules.CosineDecay(
@@ -317,7 +319,7 @@ class Checkpoints(keras.callbacks.Callback):
                 status.expect_partial()
                 status.assert_existing_objects_matched()
             except (ValueError, AssertionError) as error:
-                raise comparison.UserError(
+                raise entry_point.UserError(
                     f"{path} was saved by another model; use its flags, or "
                     "another --model_dir"
                 ) from error
@@ -362,7 +364,7 @@ def run(options, strategy):
 
 
 def main(options):
-    strategy = comparison.set_up(options)
+    strategy = entry_point.set_up(options)
     replicas = strategy.num_replicas_in_sync
     print(f"{type(strategy).__name__}, {replicas} x the model")
     _, figures = run(options, strategy)
@@ -370,4 +372,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    comparison.run(define_flags, main)
+    entry_point.run(define_flags, main)

@@ -1,11 +1,14 @@
 """Two replicas against one device with the big batch; and what they send."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfckpt
+from tests import training_zoo as zoo
 
 L = keras.layers
 X = np.random.default_rng(0).normal(size=(23, 4)).astype("float32")
@@ -41,43 +44,73 @@ def _fit(model, batch, x=X, y=Y, **options):
     return model.fit(data, shuffle=False, verbose=0, **options).history
 
 
-def _value(variable):
-    return np.asarray(tf.convert_to_tensor(variable.value))
+def _optimized(reduction):
+    """Optimizer, loss and metrics, as `compile` takes them."""
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    return {"optimizer": _optimizer(), "loss": loss, "metrics": ["mae"]}
 
 
-def _compare(a, b, atol=1e-6):
-    pairs = [
-        *zip(a.variables, b.variables, strict=True),
-        *zip(a.optimizer.variables, b.optimizer.variables, strict=True),
-    ]
-    for x, y in pairs:
-        np.testing.assert_allclose(
-            _value(y), _value(x), rtol=0, atol=atol, err_msg=x.path
-        )
+@functools.cache
+def _one(reduction):
+    """What the big batch on one device makes, and its history."""
+    model = _model()
+    model.compile(**_optimized(reduction))
+    return model, _fit(model, 23, epochs=4)
 
 
 @pytest.mark.filterwarnings("ignore:gradient_accumulation_steps=7 is more")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+@pytest.mark.parametrize(
+    ("reduction", "mode", "window"),
+    [
+        *[("sum_over_batch_size", "graph", window) for window in WINDOWS],
+        # What is not divided goes by its own way, and so does eager mode.
+        *[
+            (reduction, mode, window)
+            for reduction, mode in (
+                ("sum", "graph"),
+                ("sum_over_batch_size", "eager"),
+            )
+            for window in ("an empty replica", "sizes")
+        ],
+    ],
+)
 def test_equals_one_device_with_the_big_batch(
-    strategy, mode, window, reduction
+    strategy, reduction, mode, window
 ):
-    def loss():
-        return keras.losses.MeanSquaredError(reduction=reduction)
-
     batch, options = WINDOWS[window]
-    one = _model()
-    one.compile(_optimizer(), loss(), metrics=["mae"])
-    expected = _fit(one, 23, epochs=4)
     with strategy.scope():
         two = _model()
-        two.compile(
-            _optimizer(), loss(), metrics=["mae"], **options, **MODES[mode]
-        )
+        two.compile(**_optimized(reduction), **options, **MODES[mode])
     found = _fit(two, batch, epochs=4)
-    _compare(one, two)
+    one, expected = _one(reduction)
+    zoo.assert_equal(one, two, 1e-6)
     np.testing.assert_allclose(found["mae"][0], expected["mae"][0], rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:gradient_accumulation_steps=4 is more")
+def test_an_open_window_goes_on_on_one_device(strategy, tmp_path):
+    """Saved by two replicas after 6 of 8 batches, 2 of a window of 4."""
+    options = {"gradient_accumulation_steps": 4}
+
+    class Save(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 5:
+                checkpoint = tf.train.Checkpoint(model=self.model)
+                self.path = checkpoint.write(str(tmp_path / "checkpoint"))
+
+    save = Save()
+    with strategy.scope():
+        two = _model()
+        two.compile(**_optimized("sum_over_batch_size"), **options)
+    _fit(two, 3, callbacks=[save])
+    one = _model()
+    one.compile(**_optimized("sum_over_batch_size"), **options)
+    one.make_train_function()
+    tf.train.Checkpoint(model=one).read(save.path).assert_consumed()
+    assert int(one.optimizer.iterations) == 1
+    assert int(one.gradient_accumulator.micro_steps) == 2
+    _fit(one, 3, X[18:], Y[18:])
+    zoo.assert_equal(two, one, 1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -92,17 +125,17 @@ def test_inf_on_one_replica_with_loss_scaling(strategy, mode):
             gradient_accumulation_steps=2,
             **MODES[mode],
         )
-    before = [_value(v) for v in model.trainable_variables]
+    before = [zoo.value(v) for v in model.trainable_variables]
     x, y = X[:8].copy(), Y[:8].copy()
     # The second replica's part of the first global batch.
     x[2:4], y[2:4] = 6e4, 6e4
     _fit(model, 4, x, y)
-    assert _value(model.optimizer.dynamic_scale) == 2.0**14
+    assert zoo.value(model.optimizer.dynamic_scale) == 2.0**14
     for variable, value in zip(model.trainable_variables, before, strict=True):
         for each in strategy.experimental_local_results(variable.value):
             np.testing.assert_array_equal(np.asarray(each), value)
     _fit(model, 4)
-    assert all(np.isfinite(_value(v)).all() for v in model.variables)
+    assert all(np.isfinite(zoo.value(v)).all() for v in model.variables)
 
 
 @pytest.mark.filterwarnings("ignore:Epoch")
@@ -125,21 +158,28 @@ def test_nan_on_one_replica_is_skipped_there(strategy, mode):
     one.compile(_optimizer(), "mse")
     kept = [0, 1, 4, 5, 6, 7]
     _fit(one, 6, X[kept], Y[kept])
-    _compare(one, two)
+    zoo.assert_equal(one, two, 1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("parts", [2, 3])
-def test_synchronized_batch_normalization_within_a_call(strategy, mode, parts):
-    """It can't run in a loop; it runs, and moves as often as micro-batches."""
+def test_synchronized_batch_normalization_within_a_call(strategy):
+    """It can't run in a loop; it moves once for each micro-batch of all."""
     with strategy.scope():
         model = _model(synchronized=True)
-        model.compile("sgd", "mse", micro_batches=parts, **MODES[mode])
-    before = _value(model.get_layer("batch_normalization").moving_mean)
+        model.compile(keras.optimizers.SGD(0.0), "mse", micro_batches=4)
+    kernel, bias = (zoo.value(v) for v in model.layers[1].weights)
+    norm = model.get_layer("batch_normalization")
     _fit(model, 12, X[:12], Y[:12], epochs=2)
-    after = _value(model.get_layer("batch_normalization").moving_mean)
-    assert np.isfinite(after).all()
-    assert not np.array_equal(before, after)
+    # Each replica has 6 of the samples: micro-batches of 2, 2, 1 and 1.
+    mean, variance = np.zeros(5), np.ones(5)
+    halves = np.split(np.tanh(X[:12] @ kernel + bias), 2)
+    for rows in 2 * np.split(np.arange(6), [2, 4, 5]):
+        batch = np.concatenate([half[rows] for half in halves])
+        mean = 0.99 * mean + 0.01 * batch.mean(0)
+        variance = 0.99 * variance + 0.01 * batch.var(0)
+    np.testing.assert_allclose(zoo.value(norm.moving_mean), mean, atol=1e-6)
+    np.testing.assert_allclose(
+        zoo.value(norm.moving_variance), variance, atol=1e-6
+    )
 
 
 def _reduces(nodes):

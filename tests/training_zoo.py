@@ -1,4 +1,8 @@
-"""Models and data on which a window is held against the big batch."""
+"""What the tests of training in micro-batches share.
+
+Modes of `compile`, the comparison of two trained models, and models with data
+on which a window is held against the big batch.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +15,38 @@ import tensorflow as tf
 import tfckpt
 
 L = keras.layers
+MODES = {
+    "eager": {"run_eagerly": True},
+    "graph": {},
+    "xla": {"jit_compile": True},
+}
 SAMPLES = 12
+
+
+def value(variable: Any) -> np.ndarray:
+    """What a variable holds, on the first replica if there are several."""
+    return np.asarray(tf.convert_to_tensor(variable.value))
+
+
+def variables(model: keras.Model) -> dict[str, np.ndarray]:
+    """Every variable of a model and of its optimizer."""
+    return {
+        f"{index} {each.path}": value(each)
+        for index, each in enumerate(
+            [*model.variables, *model.optimizer.variables]
+        )
+    }
+
+
+def assert_equal(
+    expected: keras.Model, found: keras.Model, atol: float = 0.0
+) -> None:
+    """Compares every variable, slots and counters among them."""
+    pairs = zip(
+        variables(expected).items(), variables(found).values(), strict=True
+    )
+    for (name, a), b in pairs:
+        np.testing.assert_allclose(b, a, rtol=0, atol=atol, err_msg=name)
 
 
 class Subclassed(tfckpt.AccumulatingTrainer, keras.Model):
@@ -99,9 +134,9 @@ def _added():
     return keras.Model(inputs, L.Dense(1)(_AddsLoss()(x)))
 
 
-def _table():
+def table(rows=50):
     inputs = keras.Input((3,), dtype="int32")
-    x = L.Embedding(50, 4)(inputs)
+    x = L.Embedding(rows, 4)(inputs)
     return keras.Model(inputs, L.Dense(1)(L.Flatten()(x)))
 
 
@@ -247,7 +282,7 @@ CASES = {
     ),
     "added losses": Case(_added, X, Y),
     "a table": Case(
-        _table,
+        table,
         np.random.default_rng(1).integers(0, 50, (SAMPLES, 3)).astype("int32"),
         Y,
     ),
@@ -267,8 +302,8 @@ class Adam(keras.optimizers.Adam):
         super().apply(grads, trainable_variables)
 
 
-def ours(model: keras.Model) -> keras.Model:
+def ours(model: keras.Model, plan: int | None = 2) -> keras.Model:
     """The same model, trained by us and recomputed where it can be."""
     if isinstance(model, tfckpt.AccumulatingTrainer):
         return model
-    return tfckpt.SegmentedModel.from_model(model, plan=2)
+    return tfckpt.SegmentedModel.from_model(model, plan=plan)
