@@ -745,3 +745,30 @@ def test_a_loss_of_one_element():
         _fit(model, 20)
     _fit(plain, 20)
     zoo.assert_equal(plain, model, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation_steps": 2}, {"micro_batches": 2}]
+)
+def test_shuffled_data_come_in_the_order_of_plain_training(options):
+    """Whoever looks at them before shuffles them once more."""
+
+    def order(**options):
+        seen = []
+        data = (
+            tf.data.Dataset.range(8)
+            .shuffle(8, seed=1)
+            .map(
+                lambda x: tf.numpy_function(
+                    lambda x: seen.append(int(x)) or np.float32(x),
+                    [x],
+                    tf.float32,
+                )
+            )
+        )
+        data = data.map(lambda x: (tf.fill([3], x), tf.fill([1], x)))
+        model = _model(**options)
+        model.fit(data.batch(4), epochs=2, shuffle=False, verbose=0)
+        return seen
+
+    assert order(**options) == order()

@@ -323,8 +323,10 @@ class AccumulatingTrainer:
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # A private method of Keras, overridden because it builds the model
         # under a strategy from the mean of the replicas' batches, which fails
-        # where these differ in size.
-        if self._progress is not None and iterator is not None:
+        # where these differ in size. Elsewhere it draws nothing: data that
+        # are shuffled would come in another order.
+        state = self._progress
+        if state is not None and state.replicas > 1 and iterator is not None:
             for _, _, each in iterator:
                 data_batch = keras.tree.map_structure(
                     self._of_one_replica, next(each)
