@@ -767,7 +767,6 @@ def test_shuffled_data_come_in_the_order_of_plain_training(options):
             )
         )
         data = data.map(lambda x: (tf.fill([3], x), tf.fill([1], x)))
-        model = _model(**options)
         model.fit(data.batch(4), epochs=2, shuffle=False, verbose=0)
         return seen
 
