@@ -754,7 +754,8 @@ def test_shuffled_data_come_in_the_order_of_plain_training(options):
     """Whoever looks at them before shuffles them once more."""
 
     def order(**options):
-        seen = []
+        # Its seed is the data's too.
+        model, seen = _model(**options), []
         data = (
             tf.data.Dataset.range(8)
             .shuffle(8, seed=1)
