@@ -24,6 +24,11 @@ _ROOMS = {
     "replica_variables": {"_compat_training"},
     "accumulated_gradients": {"replica_variables"},
     "accumulation": {"_compat_training", "accumulated_gradients"},
+    "normalization": {
+        "_compat_training",
+        "recomputation",
+        "replica_variables",
+    },
     "tpu_address": set(),
     "distribute": {"_compat_training", "tpu_address"},
     "training": {
@@ -31,6 +36,7 @@ _ROOMS = {
         "_compat_training",
         "accumulated_gradients",
         "distribute",
+        "normalization",
         "replica_variables",
     },
     # Plain data and algorithms.

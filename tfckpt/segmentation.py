@@ -59,13 +59,18 @@ class Segmentation:
             asked = list(asked)
         return {"plan": asked, "input_shape": self.input_shape}
 
+    def graph(self, model: Any) -> graph_lib.Graph:
+        """Returns the calls of the model as it is now."""
+        if not self._graph.is_current():
+            self._graph = graph_lib.read(model)
+            self._parts = None
+        return self._graph
+
     def settled(
         self, model: Any, flat: Sequence[Any]
     ) -> tuple[graph_lib.Graph, tuple[segments.Part, ...]]:
         """Returns the graph and its parts, settling the plan if need be."""
-        if not self._graph.is_current():
-            self._graph = graph_lib.read(model)
-            self._parts = None
+        self.graph(model)
         if self._parts is None:
             shapes = self._shapes or [
                 None if x is None else tuple(x.shape) for x in flat

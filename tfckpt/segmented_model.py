@@ -15,6 +15,7 @@ import keras
 
 from tfckpt import _compat_graph as compat
 from tfckpt import conversion, segmentation, segments, training
+from tfckpt import graph as graph_lib
 from tfckpt import plan as plan_lib
 
 # On the outputs that `clone_model` makes from a model: that model's plan.
@@ -166,6 +167,10 @@ class SegmentedModel(training.AccumulatingTrainer, keras.Model):
         if isinstance(outputs, (list, tuple)) and len(outputs) == 1:
             return outputs[0]
         return outputs
+
+    def graph_of_calls(self) -> graph_lib.Graph:
+        """Returns the calls that the model makes."""
+        return self._segmentation.graph(self)
 
     def measure(self, x: Any, y: Any = None, **options: Any) -> Any:
         """Measures a training step, next to what the plan predicts.

@@ -265,6 +265,38 @@ class Run:
                 compat.leave_context(nested.model)
             raise
 
+    def make_calls(
+        self,
+        model: Any,
+        positions: Sequence[int],
+        values: dict[int, Any],
+        around: Callable[[int], contextlib.AbstractContextManager],
+    ) -> None:
+        """Makes some calls, outside of a call of the model.
+
+        Args:
+            model: The model.
+            positions: Positions of the calls, in order.
+            values: Tensors by key; what is made is added.
+            around: Returns the context in which the call at a position is
+                made.
+        """
+        training = self._context["training"]
+        for position in positions:
+            call = self._graph.calls[position]
+            models = [model, *(nested.model for nested in call.owners)]
+            with contextlib.ExitStack() as stack:
+                for each in models:
+                    stack.callback(compat.leave_context, each)
+                    compat.enter_context(each, True, training)
+                for nested in call.owners:
+                    self._training[nested.path] = training
+                stack.enter_context(compat.layer_scopes([model]))
+                stack.enter_context(around(position))
+                for entry in call.entries:
+                    self._convert(entry, values)
+                self._call(call, values)
+
     def _training_of(self, nested: graph_lib.Nested | None) -> Any:
         if nested is None:
             return self._context.get("training")
@@ -279,6 +311,10 @@ class Run:
         self._training[nested.path] = compat.enter_context(
             nested.model, given, training
         )
+        self._convert(entry, values)
+
+    def _convert(self, entry, values):
+        nested = entry.nested
         if not entry.feeds:
             return
         args, kwargs = _filled_in(entry.node, entry.feeds, values)

@@ -88,20 +88,22 @@ def for_each(
     if tf.executing_eagerly() or unrolled:
         count = parts if settings_lib.is_int(parts) else len(parts)
         for index in range(count):
-            start, stop = _bounds(parts, size, index)
+            start, stop = bounds(parts, size, index)
             if not (isinstance(size, int) and start == stop):
-                body(_sliced(data, start, stop))
+                body(sliced(data, start, stop))
     elif _compat.compiled_by_xla():
         start = 0
-        for count, each in _runs(parts, size):
+        for count, each in runs(parts, size):
             _run(body, data, start, count, each)
             start += count * each
     else:
         _loop(body, data, parts, size)
 
 
-def _bounds(parts, size, index):
-    """Where a micro-batch starts and stops."""
+def bounds(
+    parts: int | tuple[int, ...], size: Any, index: Any
+) -> tuple[Any, Any]:
+    """Returns where a micro-batch starts and stops."""
     if settings_lib.is_int(parts):
         base, rest = size // parts, size % parts
 
@@ -123,7 +125,9 @@ def _minimum(a, b):
     return min(a, b)
 
 
-def _sliced(data, start, stop):
+def sliced(data: Any, start: Any, stop: Any) -> Any:
+    """Returns samples of a structure of tensors."""
+
     def cut(x):
         if isinstance(x, tf.SparseTensor):
             rest = x.dense_shape[1:]
@@ -139,23 +143,33 @@ def _sliced(data, start, stop):
     return keras.tree.map_structure(cut, data)
 
 
-def _loop(body, data, parts, size):
+def count_of(parts: int | tuple[int, ...], size: Any) -> Any:
+    """Returns how many micro-batches a batch has: a number or a tensor."""
     if settings_lib.is_int(parts):
-        count = _minimum(parts, size)
-        even = size // parts if isinstance(size, int) else None
-        if even is None or size % parts:
-            even = None
-    else:
-        starts = [sum(parts[:i]) for i in range(len(parts))]
-        count = tf.reduce_sum(tf.cast(tf.constant(starts) < size, tf.int32))
-        even = parts[0] if len(set(parts)) == 1 else None
-        if not isinstance(size, int) or sum(parts) != size:
-            even = None
+        return _minimum(parts, size)
+    starts = [sum(parts[:i]) for i in range(len(parts))]
+    if isinstance(size, int):
+        return sum(start < size for start in starts)
+    return tf.reduce_sum(tf.cast(tf.constant(starts) < size, tf.int32))
+
+
+def part_of(
+    data: Any, parts: int | tuple[int, ...], size: Any, index: tf.Tensor
+) -> Any:
+    """Returns a micro-batch, of known size where all have the same."""
+    part = sliced(data, *bounds(parts, size, index))
+    if isinstance(size, int):
+        equal = {each for count, each in runs(parts, size) if count}
+        if len(equal) == 1:
+            keras.tree.map_structure(lambda x: _with_size(x, *equal), part)
+    return part
+
+
+def _loop(body, data, parts, size):
+    count = count_of(parts, size)
 
     def step(index):
-        part = _sliced(data, *_bounds(parts, size, index))
-        if even is not None:
-            keras.tree.map_structure(lambda x: _with_size(x, even), part)
+        part = part_of(data, parts, size, index)
         with tf.control_dependencies(body(part) or ()):
             return index + 1
 
@@ -172,39 +186,64 @@ def _with_size(x, size):
         x.set_shape([size, *x.shape[1:]])
 
 
-def _runs(parts, size):
+def runs(parts: int | tuple[int, ...], size: Any) -> list[tuple[Any, Any]]:
     """Returns pairs of a number of micro-batches and their size."""
     known = isinstance(size, int)
     if settings_lib.is_int(parts):
         base, rest = size // parts, size % parts
-        runs = [(rest, base + 1)]
+        found = [(rest, base + 1)]
         if known:
-            runs.append((parts - rest if base else 0, base))
+            found.append((parts - rest if base else 0, base))
         else:
-            runs.append((tf.where(base > 0, parts - rest, 0), base))
+            found.append((tf.where(base > 0, parts - rest, 0), base))
     else:
-        runs = []
+        found = []
         for index in range(len(parts)):
-            start, stop = _bounds(parts, size, index)
+            start, stop = bounds(parts, size, index)
             if not known:
-                runs.append((tf.cast(stop > start, tf.int32), stop - start))
-            elif runs and runs[-1][1] == stop - start:
-                runs[-1] = runs[-1][0] + 1, stop - start
+                found.append((tf.cast(stop > start, tf.int32), stop - start))
+            elif found and found[-1][1] == stop - start:
+                found[-1] = found[-1][0] + 1, stop - start
             else:
-                runs.append((1, stop - start))
+                found.append((1, stop - start))
         if not known:
             # No error of a batch that is too large gets out of XLA.
             rest = tf.maximum(size - sum(parts), 0)
-            runs.append((tf.cast(rest > 0, tf.int32), rest))
+            found.append((tf.cast(rest > 0, tf.int32), rest))
     return [
         (count, each)
-        for count, each in runs
+        for count, each in found
         if not known or (count > 0 and each > 0)
     ]
 
 
 def _run(body, data, start, count, size):
     """A loop over micro-batches of one size, for XLA."""
+    take = taker(data, start, count, size)
+
+    def step(index):
+        body(take(index))
+        return index + 1
+
+    tf.while_loop(
+        lambda index: index < count,
+        lambda index: [step(index)],
+        [tf.constant(0)],
+        parallel_iterations=1,
+    )
+
+
+def taker(
+    data: Any, start: Any, count: Any, size: Any
+) -> Callable[[tf.Tensor], Any]:
+    """Returns what takes one of many micro-batches of equal size.
+
+    Args:
+        data: The batch.
+        start: Where the first one starts.
+        count: How many there are.
+        size: Their samples. XLA knows the shapes of what is taken.
+    """
 
     def stacked(x):
         if x is None:
@@ -214,7 +253,7 @@ def _run(body, data, start, count, size):
 
     blocks = keras.tree.map_structure(stacked, data)
 
-    def step(index):
+    def take_one(index):
         def take(block, x):
             if block is None:
                 return None
@@ -223,12 +262,6 @@ def _run(body, data, start, count, size):
             part.set_shape([known, *x.shape[1:]])
             return part
 
-        body(keras.tree.map_structure(take, blocks, data))
-        return index + 1
+        return keras.tree.map_structure(take, blocks, data)
 
-    tf.while_loop(
-        lambda index: index < count,
-        lambda index: [step(index)],
-        [tf.constant(0)],
-        parallel_iterations=1,
-    )
+    return take_one

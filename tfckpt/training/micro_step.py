@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfckpt import _compat_training as compat
+from tfckpt import normalization
 from tfckpt.training import batches, guard, logs, losses, progress, updates
 
 
@@ -41,8 +42,9 @@ def run(
     if guarded:
         state.build(model, x)
     held = guard.HeldUpdates() if guarded else contextlib.nullcontext()
+    policy = state.normalization()
     with tf.GradientTape(persistent=state.may_ask_twice) as tape:
-        with held:
+        with held, normalization.under(policy):
             if compat.passes_training(model):
                 y_pred = model(x, training=True)
             else:
@@ -62,10 +64,11 @@ def run(
             for name, (target, _) in loss.targets.items()
         }
     state.denominators = max(state.denominators, len(scaled))
-    gradients = {
-        name: tape.gradient(target, model.trainable_weights)
-        for name, target in scaled.items()
-    }
+    with normalization.under(policy):
+        gradients = {
+            name: tape.gradient(target, model.trainable_weights)
+            for name, target in scaled.items()
+        }
     del tape
     counts = None
     if guarded:
@@ -75,6 +78,7 @@ def run(
             state.note_skipped(tf.logical_and(counts, tf.logical_not(finite)))
             counts = tf.logical_and(counts, finite)
         held.commit(counts)
+    state.statistics.add(policy.found, counts)
     state.accumulator.add_micro_batch(
         gradients,
         {name: weight for name, (_, weight) in loss.targets.items()},

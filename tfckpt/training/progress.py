@@ -5,7 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfckpt import accumulated_gradients, replica_variables
+from tfckpt import _compat_training as compat
+from tfckpt import accumulated_gradients, normalization, replica_variables
 from tfckpt.training import logs, random_state, settings
 
 # Float, to go with the gradients of the window.
@@ -19,6 +20,7 @@ class Progress:
         settings: How it is trained.
         accumulator: The gradients of the open window.
         skipped_micro_batches: How many were left out.
+        statistics: What batch normalizations have seen in the open window.
         random_state: The states of random generators.
         means: The losses of a window within a call.
         steps: A variable, the length of the window; None if it is no number.
@@ -31,6 +33,8 @@ class Progress:
 
     def __init__(self, model: keras.Model, options: settings.Settings):
         self.settings = options
+        self._normalizations = normalization.layers_of(model)
+        normalization.listen(model)
         self.random_state = random_state.RandomState(self.is_open)
         self.denominators = 0
         self.names = {}
@@ -42,6 +46,10 @@ class Progress:
             self.accumulator = accumulated_gradients.AccumulatedGradients()
             self.skipped_micro_batches = replica_variables.Totals("skipped")
             self.means = logs.WindowMeans()
+            self.divisors = replica_variables.Totals("divisors")
+            self.statistics = normalization.WindowStatistics(
+                self._normalizations
+            )
             if settings.is_int(options.steps):
                 self.steps = tf.Variable(
                     options.steps, dtype=tf.int64, trainable=False
@@ -115,17 +123,43 @@ class Progress:
         for name in (_IN_WINDOW, _EVER):
             self.skipped_micro_batches.add(name, skipped)
 
-    def totals(self) -> tuple[list[Any], tf.Tensor]:
-        """Returns the window's gradients, and how often it skipped."""
+    def communicates(self, model: keras.Model) -> bool:
+        """Whether layers wait for other replicas: they can't in a loop."""
+        synchronized = self.settings.batch_normalization == "sync"
+        return self.replicas > 1 and (
+            (synchronized and bool(self._normalizations))
+            or any(
+                getattr(layer, "synchronized", False)
+                for layer in compat.all_layers(model)
+            )
+        )
+
+    def normalization(self) -> normalization.MicroBatch:
+        """Returns how the next micro-batch is normalized."""
+        return normalization.MicroBatch(
+            self._normalizations,
+            synchronized=self.settings.batch_normalization == "sync",
+        )
+
+    def totals(self) -> tuple[list[Any], tf.Tensor, list[tf.Tensor]]:
+        """Returns what the replicas have seen together in the window.
+
+        Returns:
+            The gradients, how often a micro-batch was skipped, and what
+            `statistics.move` takes.
+        """
         dtype = self.accumulator.weight_dtype
         skipped = self.skipped_micro_batches.value(_IN_WINDOW)
         skipped = tf.cast(skipped, dtype)
         others = [skipped] if self.settings.skip_nonfinite else []
+        first = len(others)
+        others += self.statistics.tables()
         gradients, others = self.accumulator.totals(others, in_place=True)
-        return gradients, others[0] if others else skipped
+        return gradients, others[0] if first else skipped, others[first:]
 
     def clear(self) -> None:
         """Empties the window."""
         self.accumulator.clear()
         self.means.clear()
+        self.statistics.totals.clear()
         self.skipped_micro_batches.variable(_IN_WINDOW).assign(tf.zeros([]))

@@ -2,14 +2,16 @@
 
 import dataclasses
 import numbers
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from tfckpt import _compat_training as compat
-from tfckpt import distribute
+from tfckpt import distribute, normalization
 
+NORMALIZATIONS = ("micro", "sync", "exact")
 _BOTH = (
     "Expected one of gradient_accumulation_steps (each batch of `fit` is a "
     "micro-batch) and micro_batches (each batch of `fit` is split)"
@@ -25,11 +27,14 @@ class Settings:
             of the number of updates so far. None for a window in one call.
         parts: Into how many micro-batches a batch is split, or their sizes.
         skip_nonfinite: Whether micro-batches with NaN or inf are left out.
+        batch_normalization: Whose statistics it uses, one of `NORMALIZATIONS`;
+            None if nobody said so.
     """
 
     steps: int | Callable[[Any], Any] | None = None
     parts: int | tuple[int, ...] | None = None
     skip_nonfinite: bool = False
+    batch_normalization: str | None = None
 
     @property
     def within_call(self) -> bool:
@@ -50,6 +55,7 @@ class Settings:
             "gradient_accumulation_steps": self.steps,
             "micro_batches": list(parts) if isinstance(parts, tuple) else parts,
             "skip_nonfinite": self.skip_nonfinite,
+            "batch_normalization": self.batch_normalization,
         }
 
 
@@ -58,7 +64,9 @@ def is_int(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def checked(steps: Any, parts: Any, skip_nonfinite: Any) -> Settings | None:
+def checked(
+    steps: Any, parts: Any, skip_nonfinite: Any, batch_normalization: Any
+) -> Settings | None:
     """Returns the settings, None if no window was asked for.
 
     Raises:
@@ -69,6 +77,11 @@ def checked(steps: Any, parts: Any, skip_nonfinite: Any) -> Settings | None:
         raise TypeError(
             "skip_nonfinite must be True or False. Received: "
             f"skip_nonfinite={skip_nonfinite!r}"
+        )
+    if batch_normalization not in (None, *NORMALIZATIONS):
+        raise ValueError(
+            f"batch_normalization must be one of {', '.join(NORMALIZATIONS)}. "
+            f"Received: batch_normalization={batch_normalization!r}"
         )
     if steps is not None and parts is not None:
         raise ValueError(
@@ -82,10 +95,20 @@ def checked(steps: Any, parts: Any, skip_nonfinite: Any) -> Settings | None:
                 "gradient_accumulation_steps=1 makes each batch one. "
                 "Received neither."
             )
+        if batch_normalization is not None:
+            raise ValueError(
+                f"batch_normalization={batch_normalization!r} is about windows "
+                f"of micro-batches. {_BOTH}; gradient_accumulation_steps=1 "
+                "makes each batch one. Received neither."
+            )
         return None
+    others = {
+        "skip_nonfinite": skip_nonfinite,
+        "batch_normalization": batch_normalization,
+    }
     if steps is not None:
-        return Settings(checked_steps(steps), None, skip_nonfinite)
-    return Settings(None, _checked_parts(parts), skip_nonfinite)
+        return Settings(checked_steps(steps), None, **others)
+    return Settings(None, _checked_parts(parts), **others)
 
 
 def checked_steps(steps: Any) -> int | Callable[[Any], Any]:
@@ -161,6 +184,41 @@ def check_model(model: keras.Model, optimizer: Any, base: type) -> None:
                 f"{type(each).__name__}(...)."
             )
     _check_distribution(model)
+
+
+def check_normalization(model: keras.Model, options: Settings) -> None:
+    """Raises or warns if batch normalization can't be as asked for.
+
+    Args:
+        model: The model.
+        options: How it is to be trained.
+    """
+    layers = [x for x in normalization.layers_of(model) if x.trainable]
+    others = [x for x in layers if not normalization.can_listen(x)]
+    if others and options.batch_normalization not in (None, "micro"):
+        raise ValueError(
+            f"batch_normalization={options.batch_normalization!r} can't be "
+            f"had for the layer '{others[0].path}' of type "
+            f"{type(others[0]).__name__}, which has renorm=True or a `call` "
+            "of its own. Use 'micro', which leaves such layers to Keras, set "
+            "trainable=False on the layer, or use a plain "
+            "keras.layers.BatchNormalization."
+        )
+    if layers and options.batch_normalization is None and options.count != 1:
+        left = (
+            f" ({', '.join(x.path for x in others)}: each micro-batch moves "
+            "its moving statistics, as in Keras.)"
+            if others
+            else ""
+        )
+        warnings.warn(
+            "The model has batch normalization, which normalizes each "
+            "micro-batch by its own mean and variance: gradients differ from "
+            "those of the big batch. (Its moving statistics move once an "
+            "update, with those of the whole window.) Say "
+            "batch_normalization='micro' in `compile` if that is meant." + left,
+            stacklevel=3,
+        )
 
 
 def has_own_loss(model: keras.Model) -> bool:

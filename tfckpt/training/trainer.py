@@ -7,7 +7,14 @@ import keras
 import tensorflow as tf
 
 from tfckpt import _compat_training as compat
-from tfckpt.training import batches, callbacks, micro_step, progress, updates
+from tfckpt.training import (
+    batches,
+    callbacks,
+    micro_step,
+    progress,
+    sweep,
+    updates,
+)
 from tfckpt.training import settings as settings_lib
 
 
@@ -55,6 +62,7 @@ class AccumulatingTrainer:
     _accumulated_gradients = None
     _random_state = None
     _skipped_micro_batches = None
+    _window_statistics = None
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -73,6 +81,7 @@ class AccumulatingTrainer:
         gradient_accumulation_steps: Any = None,
         micro_batches: Any = None,
         skip_nonfinite: bool = False,
+        batch_normalization: str | None = None,
         **kwargs: Any,
     ) -> None:
         """Configures the model for training; see `keras.Model.compile`.
@@ -96,6 +105,11 @@ class AccumulatingTrainer:
                 `nonfinite_micro_batches`. With a `LossScaleOptimizer` the
                 scale falls once at the end of the window. On several replicas
                 each leaves out its own part.
+            batch_normalization: By which statistics a micro-batch is
+                normalized in training. "micro", the default: its own. "sync":
+                those of all replicas, also where Keras does not synchronize
+                (masks). The moving statistics move once an update, with mean
+                and variance of the whole window on all replicas.
             **kwargs: As for `keras.Model.compile`.
 
         Raises:
@@ -105,7 +119,10 @@ class AccumulatingTrainer:
                 or `compute_loss` of its own that can't be followed.
         """
         options = settings_lib.checked(
-            gradient_accumulation_steps, micro_batches, skip_nonfinite
+            gradient_accumulation_steps,
+            micro_batches,
+            skip_nonfinite,
+            batch_normalization,
         )
         if options is not None:
             args, kwargs, given = _taken(
@@ -113,6 +130,7 @@ class AccumulatingTrainer:
             )
             given = keras.optimizers.get(given)
             settings_lib.check_model(self, given, AccumulatingTrainer)
+            settings_lib.check_normalization(self, options)
             kwargs["optimizer"] = given
         super().compile(*args, **kwargs)
         state = None
@@ -125,6 +143,7 @@ class AccumulatingTrainer:
         self._accumulated_gradients = state and state.accumulator
         self._random_state = state and state.random_state
         self._skipped_micro_batches = state and state.skipped_micro_batches
+        self._window_statistics = state and state.statistics.totals
 
     def get_compile_config(self) -> dict[str, Any]:
         """Returns the arguments of `compile`, serialized."""
@@ -156,6 +175,7 @@ class AccumulatingTrainer:
         return {
             "window": self._progress.accumulator,
             "skipped": self._progress.skipped_micro_batches,
+            "statistics": self._progress.statistics.totals,
         }
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
@@ -229,6 +249,13 @@ class AccumulatingTrainer:
         parts = state.settings.parts
         batches.check(parts, batches.size_of(data), self._is_first_batch())
 
+        if state.settings.batch_normalization == "exact":
+            graph = self.graph_of_calls()
+            sweep.Sweep(self, state, graph).run(data)
+            state.means.log(self)
+            updates.update(self, state, state.accumulator.is_update_step(1))
+            return self.get_metrics_result()
+
         def one(part):
             micro_step.run(self, state, part, within_call=True)
             return state.accumulator.sums()
@@ -237,12 +264,16 @@ class AccumulatingTrainer:
             one,
             data,
             parts,
-            unrolled=state.replicas > 1 and _synchronizes(self),
+            unrolled=state.communicates(self),
         )
         state.means.log(self)
         # Nothing is applied if nothing was seen.
         updates.update(self, state, state.accumulator.is_update_step(1))
         return self.get_metrics_result()
+
+    def graph_of_calls(self) -> Any:
+        """Returns the calls that the model makes, if they are known."""
+        return None
 
     def flush(self) -> bool:
         """Makes an update from the micro-batches of the open window.
@@ -355,11 +386,3 @@ def _taken(method, args, kwargs, name, default):
     # What comes after it has to be given by name.
     kwargs |= dict(zip(names[place + 1 :], args[place + 1 :], strict=False))
     return args[:place], kwargs, args[place]
-
-
-def _synchronizes(model):
-    """Whether a layer communicates, which it can't within a loop."""
-    return any(
-        getattr(layer, "synchronized", False)
-        for layer in compat.all_layers(model)
-    )

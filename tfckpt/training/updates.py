@@ -67,7 +67,7 @@ def if_true(predicate: Any, function: Callable[[], None]) -> None:
         tf.cond(predicate, true, lambda: tf.constant(0))
 
 
-def _apply(model, state, gradients, skipped):
+def _apply(model, state, gradients, skipped, statistics):
     optimizer = model.optimizer
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     scale = tf.convert_to_tensor(optimizer.dynamic_scale) if scaled else None
@@ -76,6 +76,7 @@ def _apply(model, state, gradients, skipped):
     if scaled and state.settings.skip_nonfinite:
         # Micro-batches that overflow say that the scale is too high.
         _lower_scale(optimizer, scale, skipped > 0)
+    state.statistics.move(statistics)
     # The window's gradient is where zeros come now: not before it was used.
     moved = [tf.convert_to_tensor(each.value) for each in variables]
     with tf.control_dependencies(moved):

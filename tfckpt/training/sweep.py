@@ -1,0 +1,464 @@
+"""An update by the batch statistics of the whole window.
+
+With one big batch each batch normalization waits for all samples. So does the
+sweep: forward, stage by stage (`normalization.stages`), each over all
+micro-batches, pooling mean and variance before the next stage starts. Backward,
+in reverse, it makes each micro-batch's stage again and differentiates it, with
+mean and variance as two more inputs. Their gradients are summed over all
+micro-batches before the stage that made them is differentiated: what they add
+to the gradient of each sample is what constants would lack (Ioffe and Szegedy
+2015, "Batch Normalization: Accelerating Deep Network Training by Reducing
+Internal Covariate Shift", section 3). It is gradient checkpointing with the
+inputs of the batch normalizations as checkpoints, and takes about one more
+forward pass.
+"""
+
+import contextlib
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfckpt import _compat, normalization, segments
+from tfckpt import _compat_graph as compat
+from tfckpt import graph as graph_lib
+from tfckpt.normalization import moments, stages
+from tfckpt.training import losses, mapped, progress
+
+_GROUP = "window"
+
+
+class Sweep:
+    """One window.
+
+    Args:
+        model: The model.
+        state: How far its training is.
+        graph: Its calls.
+
+    Attributes:
+        kept: Tensors of the whole window by key.
+        statistics: What it is normalized by, by position of the call.
+        seeds: What the stages drew from, by stage: for each generator its
+            states before each micro-batch.
+        gradients: Of the kept tensors, as far as they are known.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        state: progress.Progress,
+        graph: graph_lib.Graph,
+    ):
+        self._model, self._state, self._graph = model, state, graph
+        self._parts = state.settings.parts
+        self._run = segments.Run(graph, {"training": True})
+        layers = normalization.layers_of(model)
+        self._stages = stages.cut(graph, _is_normalized)
+        self._calls = {}
+        # By the keys of their inputs, which batch normalizations wait.
+        self._waiting = {}
+        for position, call in enumerate(graph.calls):
+            if not _is_normalized(call.operation):
+                continue
+            number = next(
+                i for i, each in enumerate(layers) if each is call.operation
+            )
+            again = sum(
+                name.startswith(f"{number}_") for name in self._calls.values()
+            )
+            self._calls[position] = f"{number}_{again}"
+            self._waiting.setdefault(call.feeds[0][1], []).append(position)
+        self._divisors = state.divisors
+        self.kept, self.statistics = {}, {}
+        self.seeds, self.gradients = [], {}
+
+    def run(self, data: Any) -> None:
+        """Adds the gradient of a window, and updates the metrics.
+
+        Args:
+            data: A batch, as `train_step` gets it.
+        """
+        self._x, self._y, self._weight = keras.utils.unpack_x_y_sample_weight(
+            data
+        )
+        flat = compat.standardize_inputs(self._model, self._x, None)
+        self.kept = dict(zip(self._graph.inputs, flat, strict=True))
+        self._state.build(self._model)
+        *earlier, last = self._stages
+        for stage in earlier:
+            self._forward(stage)
+        self._look(last)
+        divisors = self._divisors.variables_by_name
+        totals = _over_replicas(
+            {name: tf.convert_to_tensor(x) for name, x in divisors.items()}
+        )
+        self._backward_last(last, totals)
+        for stage in reversed(earlier):
+            self._backward(stage)
+
+    # Forward.
+
+    def _forward(self, stage):
+        generators = self._generators(stage)
+        normalized = [
+            position
+            for key in stage.outputs
+            for position in self._waiting.get(key, ())
+        ]
+
+        def body(part, _):
+            drawn = [tf.identity(each.value) for each in generators]
+            with _OnlyGenerators(generators, self._graph):
+                values = self._values(stage, part, self._given(stage))
+            found = []
+            for position in normalized:
+                call = self._graph.calls[position]
+                x = values[call.feeds[0][1]]
+                dtype = keras.backend.result_type(x.dtype, "float32")
+                each = moments.of_inputs(
+                    call.operation, tf.cast(x, dtype), None
+                )
+                found.append(tf.stack([each.count, each.mean, each.variance]))
+            self._refuse_masks(stage, values)
+            return [values[key] for key in stage.outputs], [*drawn, *found]
+
+        specs = (
+            [self._spec(key) for key in stage.outputs],
+            self._spec_of_seeds(generators)
+            + [self._spec_of_moments(position) for position in normalized],
+        )
+        rows, others = mapped.mapped(
+            body, self._arguments(stage), [], self._parts, specs
+        )
+        self.kept.update(zip(stage.outputs, rows, strict=True))
+        self.seeds.append(others[: len(generators)])
+        found = {}
+        for position, table in zip(
+            normalized, others[len(generators) :], strict=True
+        ):
+            local = moments.pooled(moments.from_rows(table, 0.0))
+            found[self._calls[position]] = local
+            self.statistics[position] = moments.over_replicas(local)
+        self._state.statistics.add(found)
+
+    def _look(self, stage):
+        """Logs the loss, and takes note of what it is divided by."""
+        generators = self._generators(stage)
+        self._divisors.clear()
+
+        def body(part, _):
+            arguments, others = part
+            drawn = [tf.identity(each.value) for each in generators]
+            with _OnlyGenerators(generators, self._graph):
+                values = self._values(stage, arguments, self._given(stage))
+            loss, (x, y, weight, y_pred, samples) = self._loss(values, others)
+            self._state.means.add(loss, samples)
+            for name, (_, divisor) in loss.targets.items():
+                if divisor is not None:
+                    self._divisors.add(name, divisor, dtype=divisor.dtype)
+            self._model.compute_metrics(x, y, y_pred, sample_weight=weight)
+            return [], drawn
+
+        data = self._arguments(stage), (self._x, self._y, self._weight)
+        _, seeds = mapped.mapped(
+            body, data, [], self._parts, ([], self._spec_of_seeds(generators))
+        )
+        self.seeds.append(seeds)
+
+    def _loss(self, values, others):
+        x, y, weight = others
+        flat = [values[key] for key in self._graph.outputs]
+        y_pred = keras.tree.pack_sequence_as(self._model.output, flat)
+        if isinstance(y_pred, (list, tuple)) and len(y_pred) == 1:
+            y_pred = y_pred[0]
+        samples = tf.shape(flat[0])[0]
+        loss = losses.compute(
+            self._model,
+            x,
+            y,
+            y_pred,
+            weight,
+            samples=samples,
+            names=self._state.names,
+        )
+        return loss, (x, y, weight, y_pred, samples)
+
+    # Backward.
+
+    def _backward_last(self, stage, totals):
+        generators = self._generators(stage)
+
+        def body(part, drawn):
+            arguments, others = part
+            given = self._given(stage)
+            with tf.GradientTape() as tape:
+                sources = self._watched(tape, stage, arguments, given)
+                with _replay(generators, drawn):
+                    values = self._values(stage, arguments, given)
+                loss, _ = self._loss(values, others)
+                target = [
+                    value * _share(weight, totals.get(name), value.dtype)
+                    for name, (value, weight) in loss.targets.items()
+                ]
+                target = self._model.optimizer.scale_loss(tf.add_n(target))
+            return self._taken(stage, tape, target, sources, None)
+
+        data = self._arguments(stage), (self._x, self._y, self._weight)
+        self._add(
+            stage,
+            *mapped.mapped(
+                body, data, self.seeds.pop(), self._parts, self._specs(stage)
+            ),
+        )
+
+    def _backward(self, stage):
+        generators = self._generators(stage)
+        seeds = self.seeds.pop()
+        outputs = [
+            key
+            for key in stage.outputs
+            if key in self.gradients or key in self._waiting
+        ]
+        for key in stage.outputs:
+            # It is made again.
+            del self.kept[key]
+        known = [self.gradients.pop(key, None) for key in outputs]
+        slopes = {
+            position: self._slopes(position)
+            for key in outputs
+            for position in self._waiting.get(key, ())
+        }
+
+        def body(part, drawn):
+            arguments, upstream = part
+            given = self._given(stage)
+            with tf.GradientTape() as tape:
+                sources = self._watched(tape, stage, arguments, given)
+                with _replay(generators, drawn):
+                    values = self._values(stage, arguments, given)
+                made = [values[key] for key in outputs]
+            upstream = [
+                self._through(
+                    x, gradient, [slopes[p] for p in self._waiting.get(key, ())]
+                )
+                for key, x, gradient in zip(
+                    outputs, made, upstream, strict=True
+                )
+            ]
+            return self._taken(stage, tape, made, sources, upstream)
+
+        data = self._arguments(stage), known
+        self._add(
+            stage,
+            *mapped.mapped(body, data, seeds, self._parts, self._specs(stage)),
+        )
+
+    def _slopes(self, position):
+        """How the loss depends on the sum and the squares of the inputs."""
+        mean, variance = self.gradients.pop(("statistics", position))
+        found = self.statistics[position]
+        call = self._graph.calls[position]
+        count = tf.where(
+            found.count > 0, found.count, tf.ones_like(found.count)
+        )
+        return call.operation, found.mean, mean / count, 2 * variance / count
+
+    def _through(self, x, gradient, slopes):
+        """The gradient of a tensor and, through the statistics, of its own."""
+        for layer, mean, linear, square in slopes:
+            wide = tf.cast(x, mean.dtype)
+            more = moments.along_axis(layer, square, wide) * (
+                wide - moments.along_axis(layer, mean, wide)
+            )
+            more += moments.along_axis(layer, linear, wide)
+            more = tf.cast(more, x.dtype)
+            gradient = more if gradient is None else gradient + more
+        return gradient
+
+    def _watched(self, tape, stage, arguments, given):
+        floats = [x for x in arguments if x.dtype.is_floating]
+        statistics = [x for pair in given.values() for x in pair]
+        tape.watch([*floats, *statistics])
+        return floats, statistics
+
+    def _taken(self, stage, tape, target, sources, upstream):
+        floats, statistics = sources
+        weights = self._model.trainable_weights
+        found = tape.gradient(
+            target,
+            [*floats, *statistics, *weights],
+            output_gradients=upstream,
+        )
+        split = len(floats) + len(statistics)
+        found[:split] = [
+            tf.zeros_like(x) if g is None else g
+            for x, g in zip([*floats, *statistics], found, strict=False)
+        ]
+        self._state.accumulator.add_micro_batch(
+            {_GROUP: found[split:]}, {_GROUP: None}
+        )
+        return found[: len(floats)], found[len(floats) : split]
+
+    def _specs(self, stage):
+        floats = self._floats(stage)
+        return (
+            [
+                tf.TensorSpec(
+                    [None, *self.kept[k].shape[1:]], self.kept[k].dtype
+                )
+                for k in floats
+            ],
+            [
+                tf.TensorSpec(
+                    self.statistics[p].mean.shape, self.statistics[p].mean.dtype
+                )
+                for p in stage.normalized
+                for _ in range(2)
+            ],
+        )
+
+    def _floats(self, stage):
+        return [k for k in stage.arguments if self.kept[k].dtype.is_floating]
+
+    def _add(self, stage, rows, others):
+        for key, gradient in zip(self._floats(stage), rows, strict=True):
+            if key in self._graph.inputs:
+                continue
+            before = self.gradients.get(key)
+            self.gradients[key] = (
+                gradient if before is None else before + gradient
+            )
+        sums = _over_replicas(
+            {i: tf.reduce_sum(x, 0) for i, x in enumerate(others)}
+        )
+        for i, position in enumerate(stage.normalized):
+            key = "statistics", position
+            new = sums[2 * i], sums[2 * i + 1]
+            before = self.gradients.get(key)
+            if before is not None:
+                new = before[0] + new[0], before[1] + new[1]
+            self.gradients[key] = new
+
+    # Both.
+
+    def _arguments(self, stage):
+        return [self.kept[key] for key in stage.arguments]
+
+    def _given(self, stage):
+        return {
+            position: (
+                tf.identity(self.statistics[position].mean),
+                tf.identity(self.statistics[position].variance),
+            )
+            for position in stage.normalized
+        }
+
+    def _values(self, stage, arguments, given):
+        def around(position):
+            if position not in given:
+                return contextlib.nullcontext()
+            return normalization.under(normalization.Given(*given[position]))
+
+        values = dict(zip(stage.arguments, arguments, strict=True))
+        self._run.make_calls(self._model, stage.calls, values, around)
+        return values
+
+    def _generators(self, stage):
+        found = {}
+        for position in stage.calls:
+            operation = self._graph.calls[position].operation
+            if isinstance(operation, keras.Layer):
+                weights = {id(each) for each in operation.weights}
+                for each in operation.variables:
+                    if id(each) not in weights:
+                        found[id(each)] = each
+        return list(found.values())
+
+    def _spec(self, key):
+        spec = self._graph.specs[key]
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+    def _spec_of_seeds(self, generators):
+        return [tf.TensorSpec(each.shape, each.dtype) for each in generators]
+
+    def _spec_of_moments(self, position):
+        layer = self._graph.calls[position].operation
+        dtype = keras.backend.result_type(layer.compute_dtype, "float32")
+        return tf.TensorSpec([3, *layer.moving_mean.shape], dtype)
+
+    def _refuse_masks(self, stage, values):
+        for key in stage.outputs:
+            if _compat.get_mask(values[key]) is not None:
+                raise ValueError(
+                    f"The output of '{self._graph.names[key]}' has a mask, "
+                    "which batch_normalization='exact' does not follow. Use "
+                    "'sync' or 'micro', or leave the mask out."
+                )
+
+
+class _OnlyGenerators(keras.StatelessScope):
+    """Assigns the states of random generators, and refuses all else."""
+
+    def __init__(self, generators, graph):
+        super().__init__(collect_losses=True)
+        self._allowed = {id(each) for each in generators}
+        self._graph = graph
+        self._held = {}
+
+    def add_update(self, update):
+        variable, _ = update
+        if id(variable) not in self._allowed:
+            raise ValueError(
+                f"The variable '{variable.path}' is assigned in the forward "
+                "pass, which batch_normalization='exact' runs again. Use "
+                "'sync' or 'micro', or another layer."
+            )
+        self._held[id(variable)] = update
+
+    def get_current_value(self, variable):
+        held = self._held.get(id(variable))
+        return None if held is None else held[1]
+
+    def add_loss(self, loss):
+        layer = _compat.calling_layer()
+        raise ValueError(
+            f"The layer '{layer.path}' adds a loss (add_loss, or an activity "
+            "regularizer), which batch_normalization='exact' does not follow. "
+            "Use 'sync' or 'micro', or leave the loss out."
+        )
+
+    def __exit__(self, *args, **kwargs):
+        super().__exit__(*args, **kwargs)
+        for variable, value in self._held.values():
+            variable.assign(value)
+
+
+def _replay(generators, states):
+    """Generators draw again what they drew; what they assign is forgotten."""
+    return keras.StatelessScope(list(zip(generators, states, strict=True)))
+
+
+def _is_normalized(operation):
+    kind = keras.layers.BatchNormalization
+    return isinstance(operation, kind) and operation.trainable
+
+
+def _share(weight, total, dtype):
+    """What a mean over a micro-batch counts in the mean over the window."""
+    if weight is None:
+        return tf.ones([], dtype)
+    total = tf.where(total == 0, tf.ones_like(total), total)
+    return tf.cast(weight / tf.cast(total, weight.dtype), dtype)
+
+
+def _over_replicas(tensors):
+    context = tf.distribute.get_replica_context()
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if replicas == 1 or context is None or not tensors:
+        return tensors
+    names = list(tensors)
+    sums = context.all_reduce(
+        tf.distribute.ReduceOp.SUM, [tensors[name] for name in names]
+    )
+    return dict(zip(names, sums, strict=True))
