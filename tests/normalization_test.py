@@ -35,7 +35,8 @@ def first(**options):
 
 
 def fit(model, batch, mode="graph", x=X, epochs=3, **options):
-    model.compile("sgd", "mse", **MODES[mode], **options)
+    with model.distribute_strategy.scope():
+        model.compile("sgd", "mse", **MODES[mode], **options)
     model.fit(x, Y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
     return model
 

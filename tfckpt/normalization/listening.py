@@ -70,10 +70,7 @@ def listen(model: keras.Model) -> None:
     for layer in layers_of(model):
         if "call" in vars(layer) or not can_listen(layer):
             continue
-        plain = getattr(type(layer), "plain_class", None)
-        kind = type(layer) if plain is None else plain
-        call = functools.partial(_call, layer, kind.call.__get__(layer))
-        layer.call = call if plain is None else recomputation.recompute(call)
+        layer.call = functools.partial(_call, layer, layer.call)
 
 
 def _call(layer, as_keras, inputs, training=None, mask=None):
@@ -87,6 +84,14 @@ def _call(layer, as_keras, inputs, training=None, mask=None):
         or not policy.takes(layer)
     ):
         return as_keras(inputs, training=training, mask=mask)
+    normalize = functools.partial(_normalized, layer, policy)
+    if hasattr(type(layer), "plain_class"):
+        # A `tfckpt.Recompute` layer.
+        normalize = recomputation.recompute(normalize)
+    return normalize(inputs, mask)
+
+
+def _normalized(layer, policy, inputs, mask):
     # As in Keras: in low precision the squares would overflow.
     dtype = keras.backend.result_type(inputs.dtype, "float32")
     inputs = keras.ops.cast(inputs, dtype)

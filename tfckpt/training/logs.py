@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfckpt import _compat_training as compat
 from tfckpt import replica_variables
-from tfckpt.training import losses
+from tfckpt.training import denominators, losses
 
 
 def log_micro_batch(
@@ -73,12 +73,15 @@ class WindowMeans:
         self._totals.clear()
 
     def _add(self, name, value, weight):
-        value = tf.cast(value, tf.float32)
+        value = denominators.as_float(value)
         if weight is not None:
-            weight = tf.cast(weight, tf.float32)
+            weight = denominators.as_float(weight)
             value *= weight
-            self._totals.add(f"weight of {name}", weight)
-        self._totals.add(name, value)
+            self._total(f"weight of {name}", weight)
+        self._total(name, value)
+
+    def _total(self, name, value):
+        self._totals.add(name, value, dtype=value.dtype)
 
     def _mean(self, name, divided):
         value = self._totals.value(name)
@@ -86,4 +89,4 @@ class WindowMeans:
             return value
         weight = self._totals.value(f"weight of {name}")
         # Without any weight the sum is 0, or NaN and stays so.
-        return value / tf.where(weight == 0, 1.0, weight)
+        return value / tf.where(weight == 0, tf.ones_like(weight), weight)

@@ -204,6 +204,8 @@ def check_normalization(model: keras.Model, options: Settings) -> None:
             "trainable=False on the layer, or use a plain "
             "keras.layers.BatchNormalization."
         )
+    if options.batch_normalization == "exact":
+        _check_exact(model, options, layers)
     if layers and options.batch_normalization is None and options.count != 1:
         left = (
             f" ({', '.join(x.path for x in others)}: each micro-batch moves "
@@ -219,6 +221,39 @@ def check_normalization(model: keras.Model, options: Settings) -> None:
             "batch_normalization='micro' in `compile` if that is meant." + left,
             stacklevel=3,
         )
+
+
+def _check_exact(model, options, layers):
+    asked = "batch_normalization='exact'"
+    if not options.within_call:
+        raise ValueError(
+            f"{asked} needs the whole window at once. Received: "
+            f"gradient_accumulation_steps={options.steps!r}. Give "
+            "micro_batches in its place, and batches as large as the window."
+        )
+    if options.skip_nonfinite:
+        raise ValueError(
+            f"{asked} has statistics of all micro-batches, so that none can "
+            "be left out. Received: skip_nonfinite=True. Use 'micro', or "
+            "leave skip_nonfinite out."
+        )
+    graph = model.graph_of_calls()
+    if graph is None:
+        raise ValueError(
+            f"{asked} needs a tfckpt.SegmentedModel, whose calls are known. "
+            f"Received: '{model.name}' of type {type(model).__name__}. Make "
+            "one of a Functional or Sequential model with "
+            "SegmentedModel.from_model, or use 'sync' or 'micro'."
+        )
+    called = [call.operation for call in graph.calls]
+    for layer in layers:
+        if not any(layer is each for each in called):
+            raise ValueError(
+                f"{asked} can't be had for the layer '{layer.path}', which "
+                "is called inside of another layer. Call it in the "
+                "Functional model itself, set trainable=False on it, or use "
+                "'sync' or 'micro'."
+            )
 
 
 def has_own_loss(model: keras.Model) -> bool:

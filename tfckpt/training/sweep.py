@@ -86,6 +86,9 @@ class Sweep:
         self.kept = dict(zip(self._graph.inputs, flat, strict=True))
         self._state.build(self._model)
         *earlier, last = self._stages
+        # The first has no calls where the inputs are normalized at once.
+        earlier = [stage for stage in earlier if stage.outputs]
+        self._look_at_inputs()
         for stage in earlier:
             self._forward(stage)
         self._look(last)
@@ -99,28 +102,31 @@ class Sweep:
 
     # Forward.
 
+    def _look_at_inputs(self):
+        """Pools the statistics of what is normalized first of all."""
+        positions = self._reading(self._graph.inputs)
+        if not positions:
+            return
+        arguments = [self.kept[key] for key in self._graph.inputs]
+
+        def body(part, _):
+            values = dict(zip(self._graph.inputs, part, strict=True))
+            return [], [self._moments(p, values) for p in positions]
+
+        specs = [], [self._spec_of_moments(p) for p in positions]
+        _, tables = mapped.mapped(body, arguments, [], self._parts, specs)
+        self._pool(positions, tables)
+
     def _forward(self, stage):
         generators = self._generators(stage)
-        normalized = [
-            position
-            for key in stage.outputs
-            for position in self._waiting.get(key, ())
-        ]
+        normalized = self._reading(stage.outputs)
 
         def body(part, _):
             drawn = [tf.identity(each.value) for each in generators]
             with _OnlyGenerators(generators, self._graph):
                 values = self._values(stage, part, self._given(stage))
-            found = []
-            for position in normalized:
-                call = self._graph.calls[position]
-                x = values[call.feeds[0][1]]
-                dtype = keras.backend.result_type(x.dtype, "float32")
-                each = moments.of_inputs(
-                    call.operation, tf.cast(x, dtype), None
-                )
-                found.append(tf.stack([each.count, each.mean, each.variance]))
             self._refuse_masks(stage, values)
+            found = [self._moments(p, values) for p in normalized]
             return [values[key] for key in stage.outputs], [*drawn, *found]
 
         specs = (
@@ -133,10 +139,23 @@ class Sweep:
         )
         self.kept.update(zip(stage.outputs, rows, strict=True))
         self.seeds.append(others[: len(generators)])
+        self._pool(normalized, others[len(generators) :])
+
+    def _reading(self, keys):
+        """Positions of the batch normalizations that read these tensors."""
+        return [p for key in keys for p in self._waiting.get(key, ())]
+
+    def _moments(self, position, values):
+        call = self._graph.calls[position]
+        x = values[call.feeds[0][1]]
+        dtype = keras.backend.result_type(x.dtype, "float32")
+        found = moments.of_inputs(call.operation, tf.cast(x, dtype), None)
+        return tf.stack([found.count, found.mean, found.variance])
+
+    def _pool(self, positions, tables):
+        """Makes the window's statistics of those of its micro-batches."""
         found = {}
-        for position, table in zip(
-            normalized, others[len(generators) :], strict=True
-        ):
+        for position, table in zip(positions, tables, strict=True):
             local = moments.pooled(moments.from_rows(table, 0.0))
             found[self._calls[position]] = local
             self.statistics[position] = moments.over_replicas(local)
@@ -223,12 +242,10 @@ class Sweep:
         for key in stage.outputs:
             # It is made again.
             del self.kept[key]
+        if not outputs:
+            return
         known = [self.gradients.pop(key, None) for key in outputs]
-        slopes = {
-            position: self._slopes(position)
-            for key in outputs
-            for position in self._waiting.get(key, ())
-        }
+        slopes = {p: self._slopes(p) for p in self._reading(outputs)}
 
         def body(part, drawn):
             arguments, upstream = part
@@ -240,7 +257,7 @@ class Sweep:
                 made = [values[key] for key in outputs]
             upstream = [
                 self._through(
-                    x, gradient, [slopes[p] for p in self._waiting.get(key, ())]
+                    x, gradient, [slopes[p] for p in self._reading([key])]
                 )
                 for key, x, gradient in zip(
                     outputs, made, upstream, strict=True
