@@ -38,6 +38,22 @@ def define_flags(values=flags.FLAGS):
     flags.adopt_module_key_flags(example_flags, values)
     options = {"flag_values": values}
     flags.DEFINE_enum(
+        "batch_normalization",
+        "micro",
+        ["micro", "sync", "exact"],
+        "Of what it takes the moments: of each batch that the model sees, on "
+        "each replica or on all; or of all that make one step.",
+        **options,
+    )
+    flags.register_multi_flags_validator(
+        ["batch_normalization", "micro_batches"],
+        lambda given: (
+            given["batch_normalization"] != "exact" or given["micro_batches"]
+        ),
+        "--batch_normalization=exact needs --micro_batches",
+        **options,
+    )
+    flags.DEFINE_enum(
         "dataset",
         "digits",
         ["digits", "cifar10"],
@@ -144,6 +160,14 @@ def build_model(
     return tfckpt.SegmentedModel.from_model(model, plan=plan)
 
 
+def window(options):
+    """Returns the arguments of `compile` that the flags ask for."""
+    found = example_flags.window(options)
+    if found:
+        found["batch_normalization"] = options.batch_normalization
+    return found
+
+
 def build(options, images):
     """Builds the model for the flags; a plan it has not is the user's error."""
     with example_flags.mistakes_of_plan(options.plan):
@@ -152,7 +176,7 @@ def build(options, images):
             depth=options.depth,
             plan=example_flags.parse_plan(options.plan),
             dropout=options.dropout,
-            accumulates=bool(example_flags.window(options)),
+            accumulates=bool(window(options)),
         )
 
 
@@ -197,7 +221,7 @@ def train(model, images, labels, options, callbacks=(), *, verbose=2):
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             jit_compile=options.jit_compile,
-            **example_flags.window(options),
+            **window(options),
         )
     history = model.fit(
         batches,
@@ -230,20 +254,23 @@ def main(options):
         _, outcome = run(options, strategy)
         print(f"Test accuracy: {outcome['test accuracy']:.2%}")
         return
-    window = example_flags.window(options)
-    if example_flags.parse_plan(options.plan) is None and not window:
+    windows = window(options)
+    if example_flags.parse_plan(options.plan) is None and not windows:
         raise entry_point.UserError("--compare needs a --plan other than none")
     # Mistakes show here, before anything is trained.
     train_set, _ = load_data(options.dataset)
     build(options, train_set[0])
     batches_of(*train_set, options)
-    if window:
+    if windows:
+        differs = options.batch_normalization != "exact"
         big_batch.compare(
             __file__,
             measuring.as_dict(options),
             both={"dropout": False},
             note="Batch normalization takes its moments from each batch that "
-            "the model sees, so the losses of this network differ.",
+            "the model sees, so the losses of this network differ."
+            if differs
+            else None,
         )
         return
     comparison.compare(

@@ -217,8 +217,9 @@ def check_normalization(model: keras.Model, options: Settings) -> None:
             "The model has batch normalization, which normalizes each "
             "micro-batch by its own mean and variance: gradients differ from "
             "those of the big batch. (Its moving statistics move once an "
-            "update, with those of the whole window.) Say "
-            "batch_normalization='micro' in `compile` if that is meant." + left,
+            "update, with those of the whole window.) In `compile`, "
+            "batch_normalization='exact' with micro_batches makes them equal; "
+            "'micro' says that this is meant." + left,
             stacklevel=3,
         )
 

@@ -31,9 +31,9 @@ class AccumulatingTrainer:
     averages of weights and loss scaling see the window's gradient, and
     `optimizer.iterations`, which schedules follow, counts updates. Equal up to
     the rounding of a sum in another order. It can't be equal where samples of
-    a batch see each other: batch normalization in training, a loss that
-    compares samples. `add_loss` counts as a mean over the micro-batch. Dropout
-    draws for each micro-batch.
+    a batch see each other: a loss that compares samples, and batch
+    normalization unless `batch_normalization="exact"`. `add_loss` counts as a
+    mean over the micro-batch. Dropout draws for each micro-batch.
 
     A class with a `compute_loss` of its own needs a method `loss_denominator(
     x, y, y_pred, sample_weight)` too: what the loss of the batch that it is
@@ -108,8 +108,12 @@ class AccumulatingTrainer:
             batch_normalization: By which statistics a micro-batch is
                 normalized in training. "micro", the default: its own. "sync":
                 those of all replicas, also where Keras does not synchronize
-                (masks). The moving statistics move once an update, with mean
-                and variance of the whole window on all replicas.
+                (masks). "exact": those of the whole window, so that all
+                numbers are those of one big batch; for a `SegmentedModel`
+                with `micro_batches`, in about one more forward pass, and
+                with the inputs of the batch normalizations in memory. The
+                moving statistics move once an update, with mean and variance
+                of the whole window on all replicas.
             **kwargs: As for `keras.Model.compile`.
 
         Raises:
