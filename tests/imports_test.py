@@ -20,25 +20,12 @@ _ROOMS = {
     "layers": {"_compat", "recomputation"},
     "memory": {"_compat"},
     "devices": {"memory", "units"},
-    # One update from many micro-batches.
+    # Sums over micro-batches and replicas.
     "replica_variables": {"_compat_training"},
     "accumulated_gradients": {"replica_variables"},
     "accumulation": {"_compat_training", "accumulated_gradients"},
-    "normalization": {
-        "_compat_training",
-        "recomputation",
-        "replica_variables",
-    },
     "tpu_address": set(),
     "distribute": {"_compat_training", "tpu_address"},
-    "training": {
-        "_compat",
-        "_compat_training",
-        "accumulated_gradients",
-        "distribute",
-        "normalization",
-        "replica_variables",
-    },
     # Plain data and algorithms.
     "costs": set(),
     "fields": set(),
@@ -53,9 +40,28 @@ _ROOMS = {
     "segments": {"_compat_graph", "graph", "plan", "recomputation"},
     "segmentation": {"graph", "plan", "planners", "segments", "sizes"},
     "conversion": {"_compat_graph"},
+    # One update from many micro-batches.
+    "normalization": {
+        "_compat_training",
+        "graph",
+        "recomputation",
+        "replica_variables",
+    },
+    "training": {
+        "_compat",
+        "_compat_graph",
+        "_compat_training",
+        "accumulated_gradients",
+        "distribute",
+        "graph",
+        "normalization",
+        "replica_variables",
+        "segments",
+    },
     "segmented_model": {
         "_compat_graph",
         "conversion",
+        "graph",
         "plan",
         "segmentation",
         "segments",

@@ -62,7 +62,7 @@ def can_listen(layer: Any) -> bool:
     """Whether a layer computes what Keras' own class computes."""
     kind = getattr(type(layer), "plain_class", type(layer))
     own = keras.layers.BatchNormalization
-    return kind.call is own.call and not layer.renorm
+    return kind.call is own.call and not getattr(layer, "renorm", False)
 
 
 def listen(model: keras.Model) -> None:
