@@ -31,6 +31,8 @@ def _model(mode="graph", **options):
         optimizer = keras.optimizers.LossScaleOptimizer(
             optimizer, initial_scale=64.0
         )
+    if options:
+        options["batch_normalization"] = "micro"
     model.compile(
         optimizer,
         "mse",
@@ -178,7 +180,11 @@ def test_a_subclassed_model_is_built_first():
         keras.utils.set_random_seed(0)
         model = Own()
         model.compile(
-            "sgd", "mse", gradient_accumulation_steps=2, skip_nonfinite=True
+            "sgd",
+            "mse",
+            gradient_accumulation_steps=2,
+            skip_nonfinite=True,
+            batch_normalization="micro",
         )
         _fit(model, x)
         found.append(model)

@@ -35,6 +35,7 @@ def make():
         "mse",
         metrics=["mae"],
         gradient_accumulation_steps=4,
+        batch_normalization="micro",
     )
     return model
 
