@@ -168,8 +168,10 @@ class SegmentedModel(training.AccumulatingTrainer, keras.Model):
             return outputs[0]
         return outputs
 
-    def graph_of_calls(self) -> graph_lib.Graph:
-        """Returns the calls that the model makes."""
+    def graph_of_calls(self) -> graph_lib.Graph | None:
+        """Returns the calls that the model makes; None if nobody knows."""
+        if type(self).call is not SegmentedModel.call:
+            return None
         return self._segmentation.graph(self)
 
     def measure(self, x: Any, y: Any = None, **options: Any) -> Any:

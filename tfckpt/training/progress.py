@@ -27,13 +27,14 @@ class Progress:
         denominators: By how many numbers parts of the loss are divided; 0
             while that is not known.
         names: The denominators of the outputs' losses, as first found.
+        normalizations: The model's batch normalizations.
         replicas: In how many replicas the model runs.
         flush: The function that ends the window, once it is made.
     """
 
     def __init__(self, model: keras.Model, options: settings.Settings):
         self.settings = options
-        self._normalizations = normalization.layers_of(model)
+        self.normalizations = normalization.layers_of(model)
         normalization.listen(model)
         self.random_state = random_state.RandomState(self.is_open)
         self.denominators = 0
@@ -48,7 +49,7 @@ class Progress:
             self.means = logs.WindowMeans()
             self.divisors = replica_variables.Totals("divisors")
             self.statistics = normalization.WindowStatistics(
-                self._normalizations
+                self.normalizations
             )
             if settings.is_int(options.steps):
                 self.steps = tf.Variable(
@@ -127,7 +128,7 @@ class Progress:
         """Whether layers wait for other replicas: they can't in a loop."""
         synchronized = self.settings.batch_normalization == "sync"
         return self.replicas > 1 and (
-            (synchronized and bool(self._normalizations))
+            (synchronized and bool(self.normalizations))
             or any(
                 getattr(layer, "synchronized", False)
                 for layer in compat.all_layers(model)
@@ -137,7 +138,7 @@ class Progress:
     def normalization(self) -> normalization.MicroBatch:
         """Returns how the next micro-batch is normalized."""
         return normalization.MicroBatch(
-            self._normalizations,
+            self.normalizations,
             synchronized=self.settings.batch_normalization == "sync",
         )
 

@@ -13,17 +13,15 @@ inputs of the batch normalizations as checkpoints, and takes about one more
 forward pass.
 """
 
-import contextlib
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfckpt import _compat, normalization, segments
 from tfckpt import _compat_graph as compat
 from tfckpt import graph as graph_lib
 from tfckpt.normalization import moments, stages
-from tfckpt.training import losses, mapped, progress
+from tfckpt.training import losses, mapped, progress, stage_run
 
 _GROUP = "window"
 
@@ -52,8 +50,8 @@ class Sweep:
     ):
         self._model, self._state, self._graph = model, state, graph
         self._parts = state.settings.parts
-        self._run = segments.Run(graph, {"training": True})
-        layers = normalization.layers_of(model)
+        self._run = stage_run.StageRun(model, graph)
+        layers = state.normalizations
         self._stages = stages.cut(graph, _is_normalized)
         self._calls = {}
         # By the keys of their inputs, which batch normalizations wait.
@@ -96,6 +94,7 @@ class Sweep:
         totals = _over_replicas(
             {name: tf.convert_to_tensor(x) for name, x in divisors.items()}
         )
+        self._divisors.clear()
         self._backward_last(last, totals)
         for stage in reversed(earlier):
             self._backward(stage)
@@ -118,14 +117,12 @@ class Sweep:
         self._pool(positions, tables)
 
     def _forward(self, stage):
-        generators = self._generators(stage)
+        generators = self._run.generators(stage)
         normalized = self._reading(stage.outputs)
 
         def body(part, _):
-            drawn = [tf.identity(each.value) for each in generators]
-            with _OnlyGenerators(generators, self._graph):
-                values = self._values(stage, part, self._given(stage))
-            self._refuse_masks(stage, values)
+            values, drawn = self._run.first(stage, part, self._given(stage))
+            self._run.refuse_masks(stage, values)
             found = [self._moments(p, values) for p in normalized]
             return [values[key] for key in stage.outputs], [*drawn, *found]
 
@@ -163,14 +160,12 @@ class Sweep:
 
     def _look(self, stage):
         """Logs the loss, and takes note of what it is divided by."""
-        generators = self._generators(stage)
-        self._divisors.clear()
+        generators = self._run.generators(stage)
 
         def body(part, _):
             arguments, others = part
-            drawn = [tf.identity(each.value) for each in generators]
-            with _OnlyGenerators(generators, self._graph):
-                values = self._values(stage, arguments, self._given(stage))
+            given = self._given(stage)
+            values, drawn = self._run.first(stage, arguments, given)
             loss, (x, y, weight, y_pred, samples) = self._loss(values, others)
             self._state.means.add(loss, samples)
             for name, (_, divisor) in loss.targets.items():
@@ -206,15 +201,12 @@ class Sweep:
     # Backward.
 
     def _backward_last(self, stage, totals):
-        generators = self._generators(stage)
-
         def body(part, drawn):
             arguments, others = part
             given = self._given(stage)
             with tf.GradientTape() as tape:
                 sources = self._watched(tape, stage, arguments, given)
-                with _replay(generators, drawn):
-                    values = self._values(stage, arguments, given)
+                values = self._run.again(stage, arguments, given, drawn)
                 loss, _ = self._loss(values, others)
                 target = [
                     value * _share(weight, totals.get(name), value.dtype)
@@ -232,7 +224,6 @@ class Sweep:
         )
 
     def _backward(self, stage):
-        generators = self._generators(stage)
         seeds = self.seeds.pop()
         outputs = [
             key
@@ -252,8 +243,7 @@ class Sweep:
             given = self._given(stage)
             with tf.GradientTape() as tape:
                 sources = self._watched(tape, stage, arguments, given)
-                with _replay(generators, drawn):
-                    values = self._values(stage, arguments, given)
+                values = self._run.again(stage, arguments, given, drawn)
                 made = [values[key] for key in outputs]
             upstream = [
                 self._through(
@@ -273,8 +263,11 @@ class Sweep:
 
     def _slopes(self, position):
         """How the loss depends on the sum and the squares of the inputs."""
-        mean, variance = self.gradients.pop(("statistics", position))
         found = self.statistics[position]
+        nothing = tf.zeros_like(found.mean)
+        mean, variance = self.gradients.pop(
+            ("statistics", position), (nothing, nothing)
+        )
         call = self._graph.calls[position]
         count = tf.where(
             found.count > 0, found.count, tf.ones_like(found.count)
@@ -294,7 +287,8 @@ class Sweep:
         return gradient
 
     def _watched(self, tape, stage, arguments, given):
-        floats = [x for x in arguments if x.dtype.is_floating]
+        values = dict(zip(stage.arguments, arguments, strict=True))
+        floats = [values[key] for key in self._differentiable(stage)]
         statistics = [x for pair in given.values() for x in pair]
         tape.watch([*floats, *statistics])
         return floats, statistics
@@ -318,7 +312,7 @@ class Sweep:
         return found[: len(floats)], found[len(floats) : split]
 
     def _specs(self, stage):
-        floats = self._floats(stage)
+        floats = self._differentiable(stage)
         return (
             [
                 tf.TensorSpec(
@@ -335,13 +329,18 @@ class Sweep:
             ],
         )
 
-    def _floats(self, stage):
-        return [k for k in stage.arguments if self.kept[k].dtype.is_floating]
+    def _differentiable(self, stage):
+        return [
+            key
+            for key in stage.arguments
+            if self.kept[key].dtype.is_floating
+            and key not in self._graph.inputs
+        ]
 
     def _add(self, stage, rows, others):
-        for key, gradient in zip(self._floats(stage), rows, strict=True):
-            if key in self._graph.inputs:
-                continue
+        for key, gradient in zip(
+            self._differentiable(stage), rows, strict=True
+        ):
             before = self.gradients.get(key)
             self.gradients[key] = (
                 gradient if before is None else before + gradient
@@ -371,27 +370,6 @@ class Sweep:
             for position in stage.normalized
         }
 
-    def _values(self, stage, arguments, given):
-        def around(position):
-            if position not in given:
-                return contextlib.nullcontext()
-            return normalization.under(normalization.Given(*given[position]))
-
-        values = dict(zip(stage.arguments, arguments, strict=True))
-        self._run.make_calls(self._model, stage.calls, values, around)
-        return values
-
-    def _generators(self, stage):
-        found = {}
-        for position in stage.calls:
-            operation = self._graph.calls[position].operation
-            if isinstance(operation, keras.Layer):
-                weights = {id(each) for each in operation.weights}
-                for each in operation.variables:
-                    if id(each) not in weights:
-                        found[id(each)] = each
-        return list(found.values())
-
     def _spec(self, key):
         spec = self._graph.specs[key]
         return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
@@ -403,57 +381,6 @@ class Sweep:
         layer = self._graph.calls[position].operation
         dtype = keras.backend.result_type(layer.compute_dtype, "float32")
         return tf.TensorSpec([3, *layer.moving_mean.shape], dtype)
-
-    def _refuse_masks(self, stage, values):
-        for key in stage.outputs:
-            if _compat.get_mask(values[key]) is not None:
-                raise ValueError(
-                    f"The output of '{self._graph.names[key]}' has a mask, "
-                    "which batch_normalization='exact' does not follow. Use "
-                    "'sync' or 'micro', or leave the mask out."
-                )
-
-
-class _OnlyGenerators(keras.StatelessScope):
-    """Assigns the states of random generators, and refuses all else."""
-
-    def __init__(self, generators, graph):
-        super().__init__(collect_losses=True)
-        self._allowed = {id(each) for each in generators}
-        self._graph = graph
-        self._held = {}
-
-    def add_update(self, update):
-        variable, _ = update
-        if id(variable) not in self._allowed:
-            raise ValueError(
-                f"The variable '{variable.path}' is assigned in the forward "
-                "pass, which batch_normalization='exact' runs again. Use "
-                "'sync' or 'micro', or another layer."
-            )
-        self._held[id(variable)] = update
-
-    def get_current_value(self, variable):
-        held = self._held.get(id(variable))
-        return None if held is None else held[1]
-
-    def add_loss(self, loss):
-        layer = _compat.calling_layer()
-        raise ValueError(
-            f"The layer '{layer.path}' adds a loss (add_loss, or an activity "
-            "regularizer), which batch_normalization='exact' does not follow. "
-            "Use 'sync' or 'micro', or leave the loss out."
-        )
-
-    def __exit__(self, *args, **kwargs):
-        super().__exit__(*args, **kwargs)
-        for variable, value in self._held.values():
-            variable.assign(value)
-
-
-def _replay(generators, states):
-    """Generators draw again what they drew; what they assign is forgotten."""
-    return keras.StatelessScope(list(zip(generators, states, strict=True)))
 
 
 def _is_normalized(operation):
