@@ -2,8 +2,9 @@
 
 - memory: how far a fresh process rises in a warm step of ResNet50 on one big
   batch, and on windows of 2, 4 and 8 micro-batches with
-  `batch_normalization="micro"` and `"exact"`; less what the plain step rises
-  by at batch size 1, relative to the big batch.
+  `batch_normalization="micro"` and `"exact"`, and what their accumulators hold
+  (the plain step's gradients are part of its rise); less what the plain step
+  rises by at batch size 1, relative to the big batch.
 - time: seconds of such a step relative to the big batch's, by turns in one
   process; median, lowest and highest of the rounds.
 - curves: the loss on the digits of a network trained on batches of 512, as a
@@ -73,7 +74,7 @@ def methods(parts=_PARTS):
 
 
 def make_step(batch_size, image_size, options):
-    """Returns a function that makes one step."""
+    """Returns a model and a function that makes one step."""
     keras.utils.set_random_seed(0)
     model = keras.applications.ResNet50(
         weights=None, input_shape=(image_size, image_size, 3), classes=10
@@ -86,22 +87,23 @@ def make_step(batch_size, image_size, options):
     random = np.random.default_rng(0)
     x = random.normal(size=(batch_size, *model.input.shape[1:]))
     x, y = x.astype("float32"), random.integers(0, 10, batch_size)
-    return lambda: model.train_on_batch(x, y)
+    return model, lambda: model.train_on_batch(x, y)
 
 
 def step_peak(batch_size, image_size, options):
-    """Returns the bytes by which this process rises in a warm step."""
-    step = make_step(batch_size, image_size, options)
+    """Returns the bytes of a warm step of this process, with accumulators."""
+    model, step = make_step(batch_size, image_size, options)
     step()
     with memory.process_peak() as peak:
         step()
-    return peak.bytes
+    accumulator = getattr(model, "gradient_accumulator", None)
+    return peak.bytes + (accumulator.bytes if accumulator else 0)
 
 
 def step_seconds(batch_size, image_size, rounds, track):
     """Returns a list of seconds for each method, round by round."""
     steps = {
-        name: make_step(batch_size, image_size, options)
+        name: make_step(batch_size, image_size, options)[1]
         for name, options in track(list(methods().items()))
     }
     for step in track(list(steps.values())):

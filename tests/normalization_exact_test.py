@@ -318,3 +318,39 @@ def test_an_empty_replica(strategy):
             )
         each.fit(data, epochs=2, shuffle=False, verbose=0)
     zoo.assert_equal(plain, model, 1e-12)
+
+
+@pytest.mark.sweep
+def test_resnet50():
+    """Gradients, relative to the largest; float32."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(16, 64, 64, 3)).astype("float32")
+    y = random.integers(0, 10, 16)
+    found = []
+    for options in ({}, {"micro_batches": 4, "batch_normalization": "exact"}):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        model = keras.applications.ResNet50(
+            weights=None, input_shape=(64, 64, 3), classes=10
+        )
+        if options:
+            model = tfckpt.SegmentedModel.from_model(model, plan=None)
+        before = [np.asarray(v) for v in model.trainable_variables]
+        model.compile(
+            keras.optimizers.SGD(1.0),
+            "sparse_categorical_crossentropy",
+            **options,
+        )
+        model.train_on_batch(x, y)
+        found.append(
+            [
+                a - np.asarray(b)
+                for a, b in zip(before, model.trainable_variables, strict=True)
+            ]
+            + [np.asarray(v) for v in model.non_trainable_variables]
+        )
+    trained = len(before)
+    largest = max(np.max(np.abs(g)) for g in found[0][:trained])
+    for index, (a, b) in enumerate(zip(*found, strict=True)):
+        scale = largest if index < trained else max(1.0, np.max(np.abs(a)))
+        assert np.max(np.abs(a - b)) <= 1e-4 * scale, index

@@ -377,3 +377,21 @@ def test_the_option_travels():
     assert model.get_compile_config()["batch_normalization"] == "sync"
     again = tfckpt.SegmentedModel.from_model(model, plan=None)
     assert again.window_options()["batch_normalization"] == "sync"
+
+
+def test_a_layer_frozen_in_an_open_window_stays():
+    model = make(first)
+    model.compile(
+        "sgd",
+        "mse",
+        gradient_accumulation_steps=2,
+        batch_normalization="micro",
+        run_eagerly=True,
+    )
+    before = moving(model)
+    model.train_on_batch(X[:4], Y[:4])
+    model.get_layer("bn").trainable = False
+    for start in (4, 8):
+        model.train_on_batch(X[start:][:4], Y[start:][:4])
+    assert int(model.optimizer.iterations) == 1
+    np.testing.assert_array_equal(moving(model), before)

@@ -90,6 +90,8 @@ class AccumulatedGradients(replica_variables.Totals):
         gradients: Mapping[str, Sequence[Any]],
         weights: Mapping[str, Any],
         where: tf.Tensor | None = None,
+        *,
+        weighted: bool = False,
     ) -> None:
         """Adds the gradients of a micro-batch.
 
@@ -98,6 +100,8 @@ class AccumulatedGradients(replica_variables.Totals):
             weights: By denominator: what a mean was divided by; None for the
                 gradient of a sum.
             where: Whether they are added, and the micro-batch counts.
+            weighted: Whether gradients of means are multiplied by the weights
+                already.
 
         Raises:
             ValueError: They are not as many as the variables, are of other
@@ -107,7 +111,7 @@ class AccumulatedGradients(replica_variables.Totals):
         self.build()
         for name, each in gradients.items():
             group = self._group(name, divided=weights[name] is not None)
-            self._add_group(group, each, weights[name], where)
+            self._add_group(group, each, weights[name], where, weighted)
         self.count(where)
 
     @_UNCONVERTED
@@ -241,14 +245,15 @@ class AccumulatedGradients(replica_variables.Totals):
     def _micro_steps(self):
         return self.variable("micro_steps", dtype=tf.int64, alike=True)
 
-    def _add_group(self, group, gradients, weight, where):
+    def _add_group(self, group, gradients, weight, where, weighted):
         connected = self.notes.setdefault("connected", [])
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             if [group, index] not in connected:
                 connected.append([group, index])
-            _add(self._sum(group, index), gradient, weight, where)
+            factor = None if weighted else weight
+            _add(self._sum(group, index), gradient, factor, where)
         if weight is not None:
             total = self._weight(group)
             weight = as_dtype(weight, total.dtype)

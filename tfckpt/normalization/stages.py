@@ -9,6 +9,8 @@ what is kept: the sum of a residual block is that of a few normalized tensors.
 """
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -49,6 +51,8 @@ class Stage:
     """What is computed of a micro-batch at once.
 
     Attributes:
+        size: Elements of one sample in all tensors that are read and made;
+            None where that is not known.
         calls: Positions of the calls that are made, in order.
         arguments: Keys of the tensors that they read and don't make.
         normalized: Positions of the batch normalizations among the calls.
@@ -56,6 +60,7 @@ class Stage:
             that the model returns.
     """
 
+    size: int | None
     calls: tuple[int, ...]
     arguments: tuple[int, ...]
     normalized: tuple[int, ...]
@@ -77,6 +82,33 @@ def cut(
             most.
     """
     return _Cutter(graph, is_normalized, longest_chain).stages()
+
+
+def parts_of(
+    stage: Stage, largest: int | None, parts: int | tuple[int, ...]
+) -> int | tuple[int, ...]:
+    """Returns in how many parts a stage needs to run.
+
+    Late stages are small and have most of the weights. In fewer parts they
+    take no more memory than the largest stage does, and less time.
+
+    Args:
+        stage: The stage.
+        largest: The size of the largest stage; None if that is not known.
+        parts: Number of micro-batches, or their sizes.
+
+    Returns:
+        A number of parts or their sizes, as `parts` is.
+    """
+    if largest is None:
+        return parts
+    count = parts if isinstance(parts, int) else len(parts)
+    fewer = max(1, math.ceil(count * stage.size / largest))
+    if isinstance(parts, int):
+        return fewer
+    # Neighbours together.
+    ends = [round(count * i / fewer) for i in range(fewer + 1)]
+    return tuple(sum(parts[a:b]) for a, b in itertools.pairwise(ends))
 
 
 class _Cutter:
@@ -135,6 +167,7 @@ class _Cutter:
             )
         calls, arguments = self._calls(level, outputs)
         return Stage(
+            self._size(calls, arguments),
             tuple(calls),
             tuple(arguments),
             tuple(p for p in calls if p in self._normalized),
@@ -143,11 +176,11 @@ class _Cutter:
 
     def _calls(self, level, outputs):
         """Returns the calls that make the outputs, and what they read."""
-        calls, arguments, again = set(), set(), 0
+        calls, arguments, again = set(), set(), []
         waiting = set(outputs)
         done = set()
         while waiting:
-            # The last made first: near ones are made again, far ones kept.
+            # The last made first.
             key = max(waiting, key=lambda k: (self._maker.get(k, -1), k))
             waiting.remove(key)
             done.add(key)
@@ -159,14 +192,33 @@ class _Cutter:
                 arguments.add(key)
                 continue
             if not own:
-                if again == self._longest or not self._is_cheap(position):
+                if not self._is_cheap(position):
                     self._kept.add(key)
                     arguments.add(key)
                     continue
-                again += 1
+                again.append(key)
+                if len(again) > self._longest:
+                    # Chains of later stages begin anew with the nearest.
+                    self._kept.add(again[0])
+                    return self._calls(level, outputs)
             calls.add(position)
             waiting.update(k for k in self._read(position) if k not in done)
         return sorted(calls), sorted(arguments)
+
+    def _size(self, calls, arguments):
+        made = [
+            key
+            for position in calls
+            for _, keys in self._graph.calls[position].steps
+            for key in keys
+        ]
+        total = 0
+        for key in [*arguments, *made]:
+            shape = tuple(self._graph.specs[key].shape[1:])
+            if None in shape:
+                return None
+            total += math.prod(shape)
+        return total
 
     def _is_cheap(self, position):
         operation = self._graph.calls[position].operation

@@ -59,9 +59,16 @@ def run(
             names=state.names,
         )
         state.build(model)
+        # One number is multiplied sooner than all gradients; in low precision
+        # they would be rounded, or leave the range of float16.
+        weighted = _is_wide(model) and all(
+            target.dtype.size >= 4 for target, _ in loss.targets.values()
+        )
         scaled = {
-            name: model.optimizer.scale_loss(target)
-            for name, (target, _) in loss.targets.items()
+            name: model.optimizer.scale_loss(
+                _times(target, weight) if weighted else target
+            )
+            for name, (target, weight) in loss.targets.items()
         }
     state.denominators = max(state.denominators, len(scaled))
     with normalization.under(policy):
@@ -83,6 +90,7 @@ def run(
         gradients,
         {name: weight for name, (_, weight) in loss.targets.items()},
         counts,
+        weighted=weighted,
     )
 
     def log():
@@ -98,6 +106,17 @@ def run(
         return log() if counts else _metrics(model, data)
     updates.if_true(counts, log)
     return None
+
+
+def _is_wide(model):
+    scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    return not scaled and all(
+        layer.compute_dtype != "float16" for layer in compat.all_layers(model)
+    )
+
+
+def _times(target, weight):
+    return target if weight is None else target * tf.cast(weight, target.dtype)
 
 
 def _metrics(model, data):

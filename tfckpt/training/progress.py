@@ -113,7 +113,11 @@ class Progress:
                     "float8."
                 )
         self.random_state.build(model)
+        before = self.accumulator.variables_of_model
         self.accumulator.build(variables)
+        if before and before is not self.accumulator.variables_of_model:
+            # Other layers are trained now: the window begins anew.
+            self.clear()
         if not model.optimizer.built:
             # What it assigns is not to be done again in each step.
             with tf.init_scope():

@@ -68,6 +68,8 @@ class Sweep:
             self._calls[position] = f"{number}_{again}"
             self._waiting.setdefault(call.feeds[0][1], []).append(position)
         self._divisors = state.divisors
+        sizes = [stage.size for stage in self._stages]
+        self._largest = None if None in sizes else max(sizes)
         self.kept, self.statistics = {}, {}
         self.seeds, self.gradients = [], {}
 
@@ -131,9 +133,8 @@ class Sweep:
             self._spec_of_seeds(generators)
             + [self._spec_of_moments(position) for position in normalized],
         )
-        rows, others = mapped.mapped(
-            body, self._arguments(stage), [], self._parts, specs
-        )
+        arguments = self._arguments(stage)
+        rows, others = self._mapped(stage, body, arguments, [], specs)
         self.kept.update(zip(stage.outputs, rows, strict=True))
         self.seeds.append(others[: len(generators)])
         self._pool(normalized, others[len(generators) :])
@@ -175,9 +176,8 @@ class Sweep:
             return [], drawn
 
         data = self._arguments(stage), (self._x, self._y, self._weight)
-        _, seeds = mapped.mapped(
-            body, data, [], self._parts, ([], self._spec_of_seeds(generators))
-        )
+        specs = [], self._spec_of_seeds(generators)
+        _, seeds = self._mapped(stage, body, data, [], specs)
         self.seeds.append(seeds)
 
     def _loss(self, values, others):
@@ -218,8 +218,8 @@ class Sweep:
         data = self._arguments(stage), (self._x, self._y, self._weight)
         self._add(
             stage,
-            *mapped.mapped(
-                body, data, self.seeds.pop(), self._parts, self._specs(stage)
+            self._mapped(
+                stage, body, data, self.seeds.pop(), self._specs(stage)
             ),
         )
 
@@ -256,10 +256,8 @@ class Sweep:
             return self._taken(stage, tape, made, sources, upstream)
 
         data = self._arguments(stage), known
-        self._add(
-            stage,
-            *mapped.mapped(body, data, seeds, self._parts, self._specs(stage)),
-        )
+        specs = self._specs(stage)
+        self._add(stage, self._mapped(stage, body, data, seeds, specs))
 
     def _slopes(self, position):
         """How the loss depends on the sum and the squares of the inputs."""
@@ -337,7 +335,8 @@ class Sweep:
             and key not in self._graph.inputs
         ]
 
-    def _add(self, stage, rows, others):
+    def _add(self, stage, found):
+        rows, others = found
         for key, gradient in zip(
             self._differentiable(stage), rows, strict=True
         ):
@@ -357,6 +356,13 @@ class Sweep:
             self.gradients[key] = new
 
     # Both.
+
+    def _mapped(self, stage, body, data, each, specs):
+        """Maps over micro-batches, or over fewer parts where they fit."""
+        parts = self._parts
+        if not self._run.generators(stage):
+            parts = stages.parts_of(stage, self._largest, parts)
+        return mapped.mapped(body, data, each, parts, specs)
 
     def _arguments(self, stage):
         return [self.kept[key] for key in stage.arguments]
