@@ -41,3 +41,32 @@ def test_recomputation_and_accumulation_in_one_step(target):
     assert parts <= 1.1 * one + gradients
     # Less than a micro-batch's activations, were all of them kept.
     assert parts < 4 * _DEPTH * _WIDTH * _BATCH / _PARTS
+
+
+@pytest.mark.parametrize("target", each_target(["v5e", "a100-40gb"]))
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [
+        ("micro", {"gradient_accumulation_steps": 4}),
+        ("exact", {"micro_batches": 4}),
+    ],
+)
+def test_batch_normalization_of_the_window(kind, window, target):
+    """Its float64 sums too; a TPU has no float64 of its own."""
+    x = inputs = keras.Input((16, 16, 3))
+    for _ in range(2):
+        x = keras.layers.Conv2D(8, 3, padding="same")(x)
+        x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
+    outputs = keras.layers.Dense(1)(keras.layers.GlobalMaxPooling2D()(x))
+    model = tfckpt.SegmentedModel(inputs, outputs, plan=2)
+    model.compile(
+        "sgd", "mse", jit_compile=True, batch_normalization=kind, **window
+    )
+    model.make_train_function()
+    needed = memory.compiled_memory(
+        lambda x, y: model.train_step((x, y)),
+        tf.TensorSpec([16, 16, 16, 3]),
+        tf.TensorSpec([16, 1]),
+        target=target,
+    )
+    assert needed.temporaries > 0
