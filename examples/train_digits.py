@@ -41,8 +41,9 @@ def define_flags(values=flags.FLAGS):
         "batch_normalization",
         "micro",
         ["micro", "sync", "exact"],
-        "Of what it takes the moments: of each batch that the model sees, on "
-        "each replica or on all; or of all that make one step.",
+        "What it takes its moments of. micro: each micro-batch on its "
+        "replica; sync: on all replicas; exact: the whole batch, with "
+        "--micro_batches.",
         **options,
     )
     flags.register_multi_flags_validator(
@@ -50,7 +51,8 @@ def define_flags(values=flags.FLAGS):
         lambda given: (
             given["batch_normalization"] != "exact" or given["micro_batches"]
         ),
-        "--batch_normalization=exact needs --micro_batches",
+        "--batch_normalization=exact needs --micro_batches, and no "
+        "--gradient_accumulation_steps",
         **options,
     )
     flags.DEFINE_enum(

@@ -55,6 +55,7 @@ _ROOMS = {
         "distribute",
         "graph",
         "normalization",
+        "recomputation",
         "replica_variables",
         "segments",
     },

@@ -219,6 +219,23 @@ def test_random_layers_against_finite_differences(mode):
         assert state[1] == len(SIZES)
 
 
+class _RawCounts(L.Layer):
+    def __init__(self):
+        super().__init__(name="raw")
+        self.count = tf.Variable(0)
+
+    def call(self, x):
+        self.count.assign_add(1)
+        return x
+
+
+class _Folds(L.Layer):
+    """Puts the samples' rows along the first axis."""
+
+    def call(self, x):
+        return tf.reshape(x, [-1, 1, x.shape[-1]])
+
+
 class _Counts(L.Layer):
     def build(self, shape):
         self.count = self.add_weight(shape=(), trainable=False, name="count")
@@ -256,6 +273,8 @@ def _between(layer):
             "'penalized' adds a loss",
         ),
         (lambda: L.Masking(), "has a mask|with a mask"),
+        (lambda: L.Lambda(lambda x: x + tf.random.normal([3])), "draws random"),
+        (lambda: _RawCounts(), "assigns a tf.Variable"),
         (lambda: L.BatchNormalization(renorm=True), "renorm=True"),
     ],
 )
@@ -299,6 +318,75 @@ def test_a_subclass_is_refused():
         model.compile(
             "sgd", "mse", micro_batches=2, batch_normalization="exact"
         )
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_rows_that_are_no_samples_are_refused(mode):
+    inputs = keras.Input((4, 3))
+    x = L.BatchNormalization()(L.Dense(3, name="dense")(_Folds()(inputs)))
+    model = tfckpt.SegmentedModel(inputs, L.Dense(1)(L.Flatten()(x)))
+    model.compile(
+        "sgd",
+        None,
+        micro_batches=2,
+        batch_normalization="exact",
+        **zoo.MODES[mode],
+    )
+    x = np.ones((6, 4, 3), "float32")
+    kinds = (ValueError, tf.errors.InvalidArgumentError)
+    with pytest.raises(kinds, match="'dense' has not one row for each sample"):
+        model.fit(x, batch_size=6, verbose=0)
+
+
+class _StochasticAdd(L.Add):
+    """A sum that leaves out its second part now and then."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, inputs):
+        a, b = inputs
+        return a + b * keras.random.uniform((), seed=self.seeds)
+
+
+def test_a_subclass_that_draws_draws_once():
+    """Its sum is read in two stages."""
+    plain, model = (
+        make(_stochastic, segmented=segmented) for segmented in (False, True)
+    )
+    fit(plain)
+    fit(model, **EXACT | {"micro_batches": 1})
+    zoo.assert_equal(plain, model, 1e-12)
+
+
+def _stochastic():
+    inputs = keras.Input(X.shape[1:])
+    x = _conv(inputs)
+    y = L.BatchNormalization()(_conv(x))
+    x = _StochasticAdd()([x, y])
+    y = L.BatchNormalization()(_conv(x))
+    x = L.Flatten()(L.Add()([x, y]))
+    return keras.Model(inputs, L.Dense(3)(x))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "uint8"])
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_inputs_of_other_dtypes(dtype, policy):
+    """Normalized at once, as the layer converts them."""
+
+    def build():
+        inputs = keras.Input(X.shape[1:], dtype=dtype)
+        x = L.BatchNormalization()(inputs)
+        return keras.Model(inputs, L.Dense(3)(L.Flatten()(x)))
+
+    plain, model = (
+        make(build, policy, segmented=segmented) for segmented in (False, True)
+    )
+    for each, options in ((plain, {}), (model, EXACT)):
+        fit(each, keras.optimizers.SGD(0.01), epochs=1, **options)
+    rounding = 1e-5 if policy == "float32" else 2**-7
+    zoo.assert_equal(plain, model, rounding)
 
 
 def test_an_empty_replica(strategy):

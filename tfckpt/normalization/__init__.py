@@ -5,7 +5,9 @@ statistics, `window` moves the moving statistics once an update.
 """
 
 from tfckpt.normalization.listening import (
+    as_normalized,
     can_listen,
+    dtype_of,
     layers_of,
     listen,
     under,
@@ -16,7 +18,9 @@ __all__ = [
     "Given",
     "MicroBatch",
     "WindowStatistics",
+    "as_normalized",
     "can_listen",
+    "dtype_of",
     "layers_of",
     "listen",
     "under",

@@ -91,10 +91,26 @@ def _call(layer, as_keras, inputs, training=None, mask=None):
     return normalize(inputs, mask)
 
 
-def _normalized(layer, policy, inputs, mask):
+def dtype_of(layer: Any, dtype: Any) -> str:
+    """Returns the dtype in which a layer normalizes inputs of a dtype."""
+    dtype = keras.backend.standardize_dtype(dtype)
+    if layer.autocast and "float" in dtype:
+        dtype = layer.compute_dtype
     # As in Keras: in low precision the squares would overflow.
-    dtype = keras.backend.result_type(inputs.dtype, "float32")
-    inputs = keras.ops.cast(inputs, dtype)
+    return keras.backend.result_type(dtype, "float32")
+
+
+def as_normalized(layer: Any, inputs: tf.Tensor) -> tf.Tensor:
+    """Returns a layer's inputs as it is to normalize them."""
+    dtype = dtype_of(layer, inputs.dtype)
+    if layer.autocast and inputs.dtype.is_floating:
+        inputs = tf.cast(inputs, layer.compute_dtype)
+    return tf.cast(inputs, dtype)
+
+
+def _normalized(layer, policy, inputs, mask):
+    inputs = as_normalized(layer, inputs)
+    dtype = inputs.dtype
     mean, variance = policy.statistics(layer, inputs, mask)
     outputs = keras.ops.batch_normalization(
         inputs,

@@ -3,6 +3,7 @@
 from tfckpt.recomputation.engine import recompute
 from tfckpt.recomputation.errors import RecomputeError
 from tfckpt.recomputation.keeping import PRODUCTS, REDUCTIONS, keep, products
+from tfckpt.recomputation.observe import refusing
 from tfckpt.recomputation.switch import is_recomputing, no_recompute
 from tfckpt.recomputation.wrapping import wraps
 
@@ -15,5 +16,6 @@ __all__ = [
     "no_recompute",
     "products",
     "recompute",
+    "refusing",
     "wraps",
 ]

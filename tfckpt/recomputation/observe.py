@@ -43,6 +43,31 @@ def _is_unnoticed():
     return getattr(_local, "unnoticed", False)
 
 
+@contextlib.contextmanager
+def refusing(label: str) -> Iterator[None]:
+    """Refuses the ops of this thread that can't be run a second time.
+
+    Args:
+        label: names what will run again, in errors.
+
+    Raises:
+        RecomputeError: an op draws random numbers, assigns or has effects.
+    """
+    thread = threading.get_ident()
+
+    def refuse(op_type, inputs, attrs, outputs, op_name=None, graph=None):
+        if threading.get_ident() == thread and not _is_unnoticed():
+            op_type, name = _text(op_type), _text(op_name or "")
+            unrepeatable.refuse(op_type, label, name)
+            for function in (op_type, *_names(tuple(attrs or ()))):
+                for inner in unrepeatable.unrepeatable_ops(function):
+                    unrepeatable.refuse(inner, label, name)
+        return outputs
+
+    with _compat.observed_ops(refuse):
+        yield
+
+
 class Observer:
     """Takes note of the ops of one run of a function.
 

@@ -83,6 +83,13 @@ def checked(
             f"batch_normalization must be one of {', '.join(NORMALIZATIONS)}. "
             f"Received: batch_normalization={batch_normalization!r}"
         )
+    if batch_normalization == "exact" and parts is None:
+        raise ValueError(
+            "batch_normalization='exact' needs the whole window at once. "
+            f"Received: gradient_accumulation_steps={steps!r}, micro_batches="
+            "None. Give micro_batches in its place, such as micro_batches=4, "
+            "and batches as large as the window."
+        )
     if steps is not None and parts is not None:
         raise ValueError(
             f"{_BOTH}, not both. Received: gradient_accumulation_steps="
@@ -207,6 +214,11 @@ def check_normalization(model: keras.Model, options: Settings) -> None:
     if options.batch_normalization == "exact":
         _check_exact(model, options, layers)
     if layers and options.batch_normalization is None and options.count != 1:
+        way_out = (
+            "Of a tfckpt.SegmentedModel, "
+            if model.graph_of_calls() is None
+            else ""
+        ) + "batch_normalization='exact' with micro_batches makes them equal. "
         left = (
             f" ({', '.join(x.path for x in others)}: each micro-batch moves "
             "its moving statistics, as in Keras.)"
@@ -217,21 +229,15 @@ def check_normalization(model: keras.Model, options: Settings) -> None:
             "The model has batch normalization, which normalizes each "
             "micro-batch by its own mean and variance: gradients differ from "
             "those of the big batch. (Its moving statistics move once an "
-            "update, with those of the whole window.) In `compile`, "
-            "batch_normalization='exact' with micro_batches makes them equal; "
-            "'micro' says that this is meant." + left,
+            f"update, with those of the whole window.) {way_out}"
+            "batch_normalization='micro' in `compile` says that this is meant."
+            + left,
             stacklevel=3,
         )
 
 
 def _check_exact(model, options, layers):
     asked = "batch_normalization='exact'"
-    if not options.within_call:
-        raise ValueError(
-            f"{asked} needs the whole window at once. Received: "
-            f"gradient_accumulation_steps={options.steps!r}. Give "
-            "micro_batches in its place, and batches as large as the window."
-        )
     if options.skip_nonfinite:
         raise ValueError(
             f"{asked} has statistics of all micro-batches, so that none can "

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from tfckpt import _compat, normalization, segments
+from tfckpt import _compat, normalization, recomputation, segments
 from tfckpt import graph as graph_lib
 from tfckpt.normalization import stages
 
@@ -60,7 +60,9 @@ class StageRun:
         """
         generators = self.generators(stage)
         drawn = [tf.identity(each.value) for each in generators]
-        with _OnlyGenerators(generators):
+        ends = ", ".join(f"'{self._graph.names[key]}'" for key in stage.outputs)
+        label = f"The stage of batch_normalization='exact' that makes {ends}"
+        with _OnlyGenerators(generators), recomputation.refusing(label):
             values = self._values(stage, arguments, given)
         return values, drawn
 
@@ -75,6 +77,28 @@ class StageRun:
         replay = list(zip(self.generators(stage), drawn, strict=True))
         with keras.StatelessScope(replay):
             return self._values(stage, arguments, given)
+
+    def check_samples(
+        self,
+        stage: stages.Stage,
+        values: Mapping[int, tf.Tensor],
+        samples: int | tf.Tensor,
+    ) -> None:
+        """Raises an error if later stages read other rows than samples."""
+        for key in stage.outputs:
+            text = (
+                f"The output of '{self._graph.names[key]}' has not one row "
+                "for each sample, so that batch_normalization='exact' can't "
+                "cut it into micro-batches. Use 'sync' or 'micro', or keep "
+                "the samples along the first axis."
+            )
+            rows = values[key].shape[0]
+            if isinstance(rows, int) and isinstance(samples, int):
+                if rows != samples:
+                    raise ValueError(text)
+            else:
+                rows = tf.shape(values[key])[0]
+                tf.debugging.assert_equal(rows, samples, text)
 
     def refuse_masks(
         self, stage: stages.Stage, values: Mapping[int, tf.Tensor]
@@ -124,9 +148,9 @@ class _OnlyGenerators(keras.StatelessScope):
     def add_loss(self, loss):
         layer = _compat.calling_layer()
         raise ValueError(
-            f"The layer '{layer.path}' adds a loss (add_loss, or an activity "
-            "regularizer), which batch_normalization='exact' does not follow. "
-            "Use 'sync' or 'micro', or leave the loss out."
+            f"The layer '{layer.path or layer.name}' adds a loss (add_loss, "
+            "or an activity regularizer), which batch_normalization='exact' "
+            "does not follow. Use 'sync' or 'micro', or leave the loss out."
         )
 
     def __exit__(self, *args, **kwargs):

@@ -20,8 +20,9 @@ import tensorflow as tf
 
 from tfckpt import _compat_graph as compat
 from tfckpt import graph as graph_lib
+from tfckpt import normalization
 from tfckpt.normalization import moments, stages
-from tfckpt.training import losses, mapped, progress, stage_run
+from tfckpt.training import batches, losses, mapped, progress, stage_run
 
 _GROUP = "window"
 
@@ -125,6 +126,7 @@ class Sweep:
         def body(part, _):
             values, drawn = self._run.first(stage, part, self._given(stage))
             self._run.refuse_masks(stage, values)
+            self._run.check_samples(stage, values, batches.size_of(part))
             found = [self._moments(p, values) for p in normalized]
             return [values[key] for key in stage.outputs], [*drawn, *found]
 
@@ -145,9 +147,9 @@ class Sweep:
 
     def _moments(self, position, values):
         call = self._graph.calls[position]
-        x = values[call.feeds[0][1]]
-        dtype = keras.backend.result_type(x.dtype, "float32")
-        found = moments.of_inputs(call.operation, tf.cast(x, dtype), None)
+        key = call.feeds[0][1]
+        x = normalization.as_normalized(call.operation, values[key])
+        found = moments.of_inputs(call.operation, x, None)
         return tf.stack([found.count, found.mean, found.variance])
 
     def _pool(self, positions, tables):
@@ -384,8 +386,10 @@ class Sweep:
         return [tf.TensorSpec(each.shape, each.dtype) for each in generators]
 
     def _spec_of_moments(self, position):
-        layer = self._graph.calls[position].operation
-        dtype = keras.backend.result_type(layer.compute_dtype, "float32")
+        call = self._graph.calls[position]
+        layer = call.operation
+        spec = self._graph.specs[call.feeds[0][1]]
+        dtype = normalization.dtype_of(layer, spec.dtype)
         return tf.TensorSpec([3, *layer.moving_mean.shape], dtype)
 
 
