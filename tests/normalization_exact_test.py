@@ -443,3 +443,16 @@ def test_resnet50():
     for index, (a, b) in enumerate(zip(*found, strict=True)):
         scale = largest if index < trained else max(1.0, np.max(np.abs(a)))
         assert np.max(np.abs(a - b)) <= 1e-4 * scale, index
+
+
+def test_a_window_that_failed_leaves_nothing():
+    """What its losses are divided by, too."""
+    plain, model = make(residual, segmented=False), make(residual)
+    fit(plain, epochs=2)
+    fit(model, epochs=1, **EXACT)
+    for name in model._progress.divisors.variables_by_name:
+        # As after an interrupt in the middle of a step.
+        model._progress.divisors.add(name, 7.0)
+    model.reset()
+    model.fit(X, LABELS, batch_size=12, shuffle=False, verbose=0)
+    zoo.assert_equal(plain, model, 1e-12)

@@ -20,6 +20,7 @@ class Progress:
         settings: How it is trained.
         accumulator: The gradients of the open window.
         skipped_micro_batches: How many were left out.
+        divisors: What the losses of a window within a call are divided by.
         statistics: What batch normalizations have seen in the open window.
         random_state: The states of random generators.
         means: The losses of a window within a call.
@@ -166,5 +167,6 @@ class Progress:
         """Empties the window."""
         self.accumulator.clear()
         self.means.clear()
+        self.divisors.clear()
         self.statistics.totals.clear()
         self.skipped_micro_batches.variable(_IN_WINDOW).assign(tf.zeros([]))
