@@ -411,19 +411,21 @@ def test_an_empty_replica(strategy):
 
 @pytest.mark.sweep
 def test_resnet50():
-    """Gradients, relative to the largest; float32."""
+    """Gradients, relative to the largest.
+
+    In float64: at these weights float32 is 1e-2 off in the plain model too.
+    """
     random = np.random.default_rng(0)
-    x = random.normal(size=(16, 64, 64, 3)).astype("float32")
-    y = random.integers(0, 10, 16)
-    found = []
-    for options in ({}, {"micro_batches": 4, "batch_normalization": "exact"}):
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(0)
-        model = keras.applications.ResNet50(
+    x, y = random.normal(size=(16, 64, 64, 3)), random.integers(0, 10, 16)
+
+    def build():
+        return keras.applications.ResNet50(
             weights=None, input_shape=(64, 64, 3), classes=10
         )
-        if options:
-            model = tfckpt.SegmentedModel.from_model(model, plan=None)
+
+    found = []
+    for options in ({}, EXACT | {"micro_batches": 4}):
+        model = make(build, segmented=bool(options))
         before = [np.asarray(v) for v in model.trainable_variables]
         model.compile(
             keras.optimizers.SGD(1.0),
@@ -431,18 +433,15 @@ def test_resnet50():
             **options,
         )
         model.train_on_batch(x, y)
-        found.append(
-            [
-                a - np.asarray(b)
-                for a, b in zip(before, model.trainable_variables, strict=True)
-            ]
-            + [np.asarray(v) for v in model.non_trainable_variables]
-        )
-    trained = len(before)
-    largest = max(np.max(np.abs(g)) for g in found[0][:trained])
-    for index, (a, b) in enumerate(zip(*found, strict=True)):
-        scale = largest if index < trained else max(1.0, np.max(np.abs(a)))
-        assert np.max(np.abs(a - b)) <= 1e-4 * scale, index
+        after = [np.asarray(v) for v in model.trainable_variables]
+        gradients = [a - b for a, b in zip(before, after, strict=True)]
+        found.append((gradients, model.non_trainable_variables))
+    (gradients, moving), (ours, ours_moving) = found
+    largest = max(np.max(np.abs(each)) for each in gradients)
+    for a, b in zip(gradients, ours, strict=True):
+        np.testing.assert_allclose(b, a, rtol=0, atol=1e-10 * largest)
+    for a, b in zip(moving, ours_moving, strict=True):
+        np.testing.assert_allclose(b, a, rtol=0, atol=1e-12, err_msg=a.path)
 
 
 def test_a_window_that_failed_leaves_nothing():
