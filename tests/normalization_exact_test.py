@@ -390,7 +390,8 @@ def test_inputs_of_other_dtypes(dtype, policy):
     zoo.assert_equal(plain, model, rounding)
 
 
-def test_an_empty_replica(strategy):
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_an_empty_replica(strategy, mode):
     """One sample for two replicas, after four."""
     data = tf.data.Dataset.from_tensor_slices((X[:5], LABELS[:5])).batch(4)
     plain = make(residual, segmented=False)
@@ -403,6 +404,7 @@ def test_an_empty_replica(strategy):
             each.compile(
                 "sgd",
                 keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                **zoo.MODES[mode],
                 **options,
             )
         each.fit(data, epochs=2, shuffle=False, verbose=0)
@@ -455,3 +457,55 @@ def test_a_window_that_failed_leaves_nothing():
     model.reset()
     model.fit(X, LABELS, batch_size=12, shuffle=False, verbose=0)
     zoo.assert_equal(plain, model, 1e-12)
+
+
+def _complex():
+    inputs = keras.Input((4, 2))
+    x = L.Lambda(lambda x: tf.complex(x, x))(L.Dense(3, name="parts")(inputs))
+    y = L.BatchNormalization()(L.Dense(3)(inputs))
+    y = L.Lambda(lambda z: tf.math.real(z[0]) * z[1])([x, y])
+    return keras.Model(inputs, L.Dense(1)(L.Flatten()(y)))
+
+
+def _converting():
+    """A nested model for float32, given bfloat16."""
+    inner = keras.Input((3,), dtype="float32")
+    inner = keras.Model(
+        inner, L.BatchNormalization(name="bn")(inner), name="in"
+    )
+    inputs = keras.Input((2,))
+    return keras.Model(inputs, L.Dense(1)(inner(L.Dense(3)(inputs))))
+
+
+class _OwnLoss(tfckpt.SegmentedModel):
+    def compute_loss(self, x=None, y=None, y_pred=None, **kwargs):
+        return tf.reduce_mean(tf.square(y - y_pred))
+
+    def loss_denominator(self, x, y, y_pred, sample_weight):
+        return 1
+
+
+def _own_loss():
+    inputs = keras.Input((2,))
+    return _OwnLoss(inputs, L.BatchNormalization()(L.Dense(1)(inputs)))
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "match"),
+    [
+        (_complex, "float32", "is complex, which"),
+        (_converting, "mixed_bfloat16", "'in/bn', the first of a nested"),
+        (_own_loss, "float32", "computes the loss twice"),
+    ],
+)
+def test_what_would_be_lost_is_refused(function, dtype, match):
+    keras.config.set_dtype_policy(dtype)
+    model = function()
+    if not isinstance(model, tfckpt.SegmentedModel):
+        model = tfckpt.SegmentedModel.from_model(model, plan=None)
+    x = np.ones((6, *model.input.shape[1:]), "float32")
+    with pytest.raises(ValueError, match=match):
+        model.compile(
+            "sgd", "mse", micro_batches=2, batch_normalization="exact"
+        )
+        model.fit(x, np.ones((6, 1), "float32"), batch_size=6, verbose=0)

@@ -52,6 +52,13 @@ def _mapped(body, data, each, parts, size, specs):
             start, stop = batches.bounds(parts, size, index)
             part = batches.sliced(data, start, stop)
             results.append(body(part, [x[index] for x in each]))
+        if not results:
+            # A replica without samples.
+            rows, others = specs
+            return (
+                [tf.zeros([0, *x.shape[1:]], x.dtype) for x in rows],
+                [tf.zeros([0, *x.shape], x.dtype) for x in others],
+            )
         return _together(results, tf.stack)
     if not _compat.compiled_by_xla():
         return _loop(

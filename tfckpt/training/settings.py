@@ -252,6 +252,21 @@ def _check_exact(model, options, layers):
             "one of a Functional or Sequential model with "
             "SegmentedModel.from_model, or use 'sync' or 'micro'."
         )
+    if has_own_loss(model):
+        raise ValueError(
+            f"{asked} computes the loss twice, and {type(model).__name__} has "
+            "a compute_loss of its own, of which nobody knows what it does "
+            "besides. Give `compile` a loss, or use 'sync' or 'micro'."
+        )
+    for call in graph.calls:
+        made = {key for entry in call.entries for key in entry.outputs}
+        if call.operation in layers and call.feeds[0][1] in made:
+            raise ValueError(
+                f"{asked} can't be had for the layer '{call.path}', the first "
+                "of a nested model that converts what it is given. Give the "
+                "nested model inputs of the dtype and shape that it gets, or "
+                "use 'sync' or 'micro'."
+            )
     called = [call.operation for call in graph.calls]
     for layer in layers:
         if not any(layer is each for each in called):

@@ -100,11 +100,17 @@ class StageRun:
                 rows = tf.shape(values[key])[0]
                 tf.debugging.assert_equal(rows, samples, text)
 
-    def refuse_masks(
+    def refuse_what_is_lost(
         self, stage: stages.Stage, values: Mapping[int, tf.Tensor]
     ) -> None:
-        """Raises a ValueError if what later stages read has a mask."""
+        """Raises a ValueError if what later stages read can't be kept."""
         for key in stage.outputs:
+            if values[key].dtype.is_complex:
+                raise ValueError(
+                    f"The output of '{self._graph.names[key]}' is complex, "
+                    "which batch_normalization='exact' does not differentiate "
+                    "from stage to stage. Use 'sync' or 'micro'."
+                )
             if _compat.get_mask(values[key]) is not None:
                 raise ValueError(
                     f"The output of '{self._graph.names[key]}' has a mask, "

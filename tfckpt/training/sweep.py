@@ -22,7 +22,14 @@ from tfckpt import _compat_graph as compat
 from tfckpt import graph as graph_lib
 from tfckpt import normalization
 from tfckpt.normalization import moments, stages
-from tfckpt.training import batches, losses, mapped, progress, stage_run
+from tfckpt.training import (
+    batches,
+    denominators,
+    losses,
+    mapped,
+    progress,
+    stage_run,
+)
 
 _GROUP = "window"
 
@@ -125,7 +132,7 @@ class Sweep:
 
         def body(part, _):
             values, drawn = self._run.first(stage, part, self._given(stage))
-            self._run.refuse_masks(stage, values)
+            self._run.refuse_what_is_lost(stage, values)
             self._run.check_samples(stage, values, batches.size_of(part))
             found = [self._moments(p, values) for p in normalized]
             return [values[key] for key in stage.outputs], [*drawn, *found]
@@ -173,6 +180,8 @@ class Sweep:
             self._state.means.add(loss, samples)
             for name, (_, divisor) in loss.targets.items():
                 if divisor is not None:
+                    # Sums over the window need its digits.
+                    divisor = denominators.as_float(divisor)
                     self._divisors.add(name, divisor, dtype=divisor.dtype)
             self._model.compute_metrics(x, y, y_pred, sample_weight=weight)
             return [], drawn
@@ -403,7 +412,7 @@ def _share(weight, total, dtype):
     if weight is None:
         return tf.ones([], dtype)
     total = tf.where(total == 0, tf.ones_like(total), total)
-    return tf.cast(weight / tf.cast(total, weight.dtype), dtype)
+    return tf.cast(denominators.as_float(weight) / total, dtype)
 
 
 def _over_replicas(tensors):
